@@ -1,0 +1,55 @@
+# One command each; the first one run makes .venv. Needs python3 (3.11 or newer), git and a C++ compiler.
+#   make demo    train the example and write out/demo
+#   make test    all tests        make lint   ruff        make types   mypy
+#   make bench   all benchmarks   make clean  remove .venv and everything generated
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench clean check-tools
+
+help:
+	@sed -n '2,4s/^# //p' Makefile
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	@set -e; found=; for file in benchmarks/bench_*.py; do \
+	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; \
+	done; [ -n "$$found" ] || echo "no benchmarks/bench_*.py yet"
+
+clean:
+	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first, alone and by the range in pyproject.toml: opacus, torchvision and transformers ask for torch
+# without an upper bound, and a newer torch brings a CUDA build with it.
+$(STAMP): pyproject.toml | check-tools
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "error: '$(PYTHON) -m venv' failed; install your system's venv package (python3-venv on Debian)." >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c 'import tomllib; \
+	  deps = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
+	  print(next(d for d in deps if d.startswith("torch")))')"
+	$(BIN)/python -m pip install --quiet -e ".[examples,dev]"
+	@touch $@
+
+check-tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed; '$(PYTHON)' is missing or older. Try: make PYTHON=python3.12 ..." >&2; \
+	  exit 1; }
+	@for cxx in "$$CXX" g++ clang++ c++; do \
+	  [ -n "$$cxx" ] && command -v $${cxx%% *} >/dev/null 2>&1 && exit 0; \
+	done; echo "error: no C++ compiler (g++, clang++ or c++) was found; torch.compile needs one." >&2; exit 1

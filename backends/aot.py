@@ -1,0 +1,61 @@
+"""Whole-graph compilation on AOTAutograd, with the forward and backward graphs kept for reading."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+__all__ = ["AotGraph", "Recorder", "lower"]
+
+
+@dataclass(frozen=True)
+class AotGraph:
+    """A graph that AOTAutograd made, after decomposition and partition: what the inner compiler got."""
+
+    kind: str
+    graph_module: fx.GraphModule
+
+    def __str__(self) -> str:
+        return f"# {self.kind}\n{self.graph_module.print_readable(print_output=False)}"
+
+
+class Recorder:
+    """Collects the graphs of one program in the order they were compiled."""
+
+    def __init__(self) -> None:
+        self.graphs: list[AotGraph] = []
+
+    def add(self, kind: str, gm: fx.GraphModule) -> None:
+        self.graphs.append(AotGraph(kind, gm))
+
+
+def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A Dynamo backend: AOTAutograd, then `inner` ("inductor" or "aot_eager"), recording both graphs."""
+
+    def record_and_compile(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        recorder.add(kind, gm)
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+
+    def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = compile_fx(gm, example_inputs, inner_compile=record_and_compile)
+        return compiled
+
+    def keep(kind: str) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
+        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+            recorder.add(kind, gm)
+            boxed: Callable[..., Any] = make_boxed_func(gm.forward)
+            return boxed
+
+        return compiler
+
+    if inner == "inductor":
+        return with_inductor
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("inference")
+    )
+    return backend

@@ -1,0 +1,280 @@
+"""The dpquant:: operators: a conv and a linear that look their precision up when they run.
+
+`policy` is a bool per site, on the CPU. A compiled program holds these operators whole, so the policy is data to it:
+changing the table changes what runs next and compiles nothing. Forward and backward get the same table and the
+same keys as inputs, so a policy that is set between the two does not tear a step apart.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.backends.reference import REFERENCE, full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
+from dpquant_compile.recipe import Recipe
+from dpquant_compile.sites import BatchAxis, ConvGeometry
+
+__all__ = ["axis_list", "low_precision_site", "site_call"]
+
+
+def axis_list(*axes: BatchAxis) -> list[int]:
+    """Batch axes as the flat list of ints that an operator takes."""
+    return [value for axis in axes for value in (axis.dim, axis.outer, axis.inner)]
+
+
+def site_call(op: str, site: int, call: int, recipe: str, axes: Sequence[int], geometry: Sequence[int] = ()) -> SiteCall:
+    """The `SiteCall` behind the plain arguments of an operator."""
+    return _site_call(op, site, call, recipe, tuple(axes), tuple(geometry))
+
+
+@lru_cache(maxsize=4096)
+def _site_call(
+    op: str, site: int, call: int, recipe: str, axes: tuple[int, ...], geometry: tuple[int, ...]
+) -> SiteCall:
+    rank = (len(geometry) - 1) // 3
+    shape = None
+    if geometry:
+        stride, padding, dilation = (geometry[i * rank : (i + 1) * rank] for i in range(3))
+        shape = ConvGeometry(stride, padding, dilation, geometry[-1])
+    return SiteCall(op, Recipe.parse(recipe), BatchAxis(*axes[:3]), BatchAxis(*axes[3:]), shape, site, call)
+
+
+def _layout(op: str, x: Tensor) -> torch.memory_format:
+    """The memory format of a site's results: that of its input, so that fake and real tensors agree on strides."""
+    if op == "linear":
+        return torch.contiguous_format
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        return torch.channels_last
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous():
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def _arithmetic(policy: Tensor, call: SiteCall, device: torch.device) -> Arithmetic | None:
+    """What runs this call under `policy`; None for full precision."""
+    return choose_kernel(call, device).kernel.arithmetic if bool(policy[call.site].item()) else None
+
+
+def _streams(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:
+    """`samples` holds ids for batches up to its length; this batch takes as many as it has samples."""
+    return Streams(keys, samples[: x.shape[axis.dim] // (axis.outer * axis.inner)])
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams, low: Arithmetic | None
+) -> Tensor:
+    if low is None:
+        y = full_forward(call.op, call.geometry, x, weight, bias)
+    else:
+        y = low.forward(x, weight, bias, call, streams)
+    return y.contiguous(memory_format=_layout(call.op, x))
+
+
+def _grad_input(
+    grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams, low: Arithmetic | None
+) -> Tensor:
+    if low is None:
+        dx = full_grad_input(call.geometry, grad, x, weight)
+    else:
+        dx = low.grad_input(grad, x, weight, call, streams)
+    return dx.contiguous(memory_format=_layout(call.op, x))
+
+
+def _grad_params(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: tuple[bool, bool],
+    call: SiteCall,
+    streams: Streams,
+    low: Arithmetic | None,
+) -> tuple[Tensor, Tensor]:
+    if low is None:
+        dw, db = full_grad_params(call.geometry, grad, x, weight, mask)
+        return dw.contiguous(), db
+    empty = weight.new_empty(0)
+    dw = low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
+    features = grad.dim() - 1 if call.geometry is None else 1
+    db = grad.sum([d for d in range(grad.dim()) if d != features]) if mask[1] else empty
+    return dw.contiguous(), db
+
+
+@torch.library.custom_op("dpquant::site", mutates_args=())
+def site_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    policy: Tensor,
+    keys: Tensor,
+    samples: Tensor,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> Tensor:
+    """A conv or a linear in the precision that `policy[site]` asks for.
+
+    op         "conv1d", "conv2d", "conv3d" or "linear"
+    call       counts the calls of a layer that is used more than once
+    geometry   stride, padding, dilation and groups of a conv in a row; empty for a linear
+    axes       the batch axes of x and of the output, see `axis_list`
+    """
+    spec = site_call(op, site, call, recipe, axes, geometry)
+    streams = _streams(keys, samples, x, spec.axis)
+    return _forward(x, weight, bias, spec, streams, _arithmetic(policy, spec, x.device))
+
+
+@torch.library.custom_op("dpquant::site_grad_input", mutates_args=())
+def site_grad_input(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    policy: Tensor,
+    keys: Tensor,
+    samples: Tensor,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> Tensor:
+    """The gradient of a site's input."""
+    spec = site_call(op, site, call, recipe, axes, geometry)
+    streams = _streams(keys, samples, x, spec.axis)
+    return _grad_input(grad, x, weight, spec, streams, _arithmetic(policy, spec, x.device))
+
+
+@torch.library.custom_op("dpquant::site_grad_params", mutates_args=())
+def site_grad_params(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    policy: Tensor,
+    keys: Tensor,
+    samples: Tensor,
+    need_weight: bool,
+    need_bias: bool,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a site's weight and bias, each an empty tensor where it is not needed."""
+    spec = site_call(op, site, call, recipe, axes, geometry)
+    streams, mask = _streams(keys, samples, x, spec.axis), (need_weight, need_bias)
+    return _grad_params(grad, x, weight, mask, spec, streams, _arithmetic(policy, spec, x.device))
+
+
+@site_forward.register_fake
+def _fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
+    op, _, _, geometry, axes, recipe = rest[-6:]
+    if op == "linear":
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    # Not torch's own shape function: its choice of algorithm puts guards on the batch size.
+    g = site_call(op, 0, 0, recipe, axes, geometry).geometry
+    assert g is not None
+    spatial = [
+        (x.shape[d + 2] + 2 * g.padding[d] - g.dilation[d] * (weight.shape[d + 2] - 1) - 1) // g.stride[d] + 1
+        for d in range(len(g.stride))
+    ]
+    return torch.empty(
+        (x.shape[0], weight.shape[0], *spatial), dtype=x.dtype, device=x.device, memory_format=_layout(op, x)
+    )
+
+
+@site_grad_input.register_fake
+def _fake_grad_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=_layout(rest[-6], x))
+
+
+@site_grad_params.register_fake
+def _fake_grad_params(
+    grad: Tensor, x: Tensor, weight: Tensor, p: Any, k: Any, s: Any, need_weight: bool, need_bias: bool, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    return (
+        weight.new_empty(weight.shape if need_weight else (0,)),
+        weight.new_empty((weight.shape[0],) if need_bias else (0,)),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, policy, keys, samples, *rest = inputs
+    ctx.save_for_backward(x, weight, policy, keys, samples)
+    ctx.rest = rest
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    tensors, rest = ctx.saved_tensors, ctx.rest
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
+    if need_x:
+        dx = torch.ops.dpquant.site_grad_input(grad, *tensors, *rest)
+    if need_weight or need_bias:
+        dw, db = torch.ops.dpquant.site_grad_params(grad, *tensors, need_weight, need_bias, *rest)
+    return (dx, dw if need_weight else None, db if need_bias else None, *[None] * (3 + len(rest)))
+
+
+site_forward.register_autograd(_backward, setup_context=_save)
+
+
+class _LowPrecisionSite(torch.autograd.Function):
+    """The quantized branch alone, in reference arithmetic, for graphs that are specialised to one policy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        keys, samples, *static = rest
+        ctx.save_for_backward(x, weight, keys, samples)
+        ctx.static = static
+        spec = _low_call(static)
+        return _forward(x, weight, bias, spec, _streams(keys, samples, x, spec.axis), REFERENCE.arithmetic)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        x, weight, keys, samples = ctx.saved_tensors
+        need_x, *mask = ctx.needs_input_grad[:3]
+        spec = _low_call(ctx.static)
+        streams = _streams(keys, samples, x, spec.axis)
+        dx = _grad_input(grad, x, weight, spec, streams, REFERENCE.arithmetic) if need_x else None
+        dw = db = None
+        if spec.recipe.outputs == "all":
+            # A loop over samples, which must stay out of a traced program: the operator that keeps it whole.
+            on = torch.ones(spec.site + 1, dtype=torch.bool)
+            dw, db = torch.ops.dpquant.site_grad_params(grad, x, weight, on, keys, samples, *mask, *ctx.static)
+        elif any(mask):
+            dw, db = _grad_params(grad, x, weight, (mask[0], mask[1]), spec, streams, REFERENCE.arithmetic)
+        return (dx, dw if mask[0] else None, db if mask[1] else None, *[None] * (2 + len(ctx.static)))
+
+
+def _low_call(static: Sequence[Any]) -> SiteCall:
+    op, site, call, geometry, axes, recipe = static
+    return site_call(op, site, call, recipe, axes, geometry)
+
+
+# Kept as one call by Dynamo and traced through by AOTAutograd: its Python is not for Dynamo, its operations fuse.
+@torch.compiler.allow_in_graph
+def low_precision_site(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keys: Tensor,
+    samples: Tensor,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> Tensor:
+    """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
+    result = _LowPrecisionSite.apply(x, weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
+    assert isinstance(result, Tensor)
+    return result

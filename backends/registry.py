@@ -1,0 +1,115 @@
+"""Kernels: one record each, one registry, and the choice of a kernel for a site."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.errors import KernelError, RegistryError, listing
+from dpquant_compile.recipe import Recipe
+from dpquant_compile.sites import BatchAxis, ConvGeometry
+
+__all__ = ["Choice", "Kernel", "SiteCall", "Streams", "backend_names", "choose_kernel", "register_kernel"]
+
+
+@dataclass(frozen=True)
+class SiteCall:
+    """All that is fixed about one call of a site: what a kernel is chosen by, and told."""
+
+    op: str
+    recipe: Recipe
+    axis: BatchAxis
+    output_axis: BatchAxis
+    geometry: ConvGeometry | None
+    site: int
+    call: int
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where the random bits of one step come from: a key per site and role, an id per sample of the batch."""
+
+    keys: Tensor
+    samples: Tensor
+
+
+class Arithmetic(Protocol):
+    """The three products of a quantized site. Gradients come back in full precision unless `outputs` says else."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor: ...
+
+    def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
+
+    def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run quantized sites.
+
+    backend    family name, as in `compile(backend=…)`
+    supports   None if it can run a call on a device, else the reason why not
+    native     False if low precision is emulated by full-precision products of rounded numbers
+    reference  the backend that its results are tested against; None for the reference itself
+    priority   "auto" takes the highest that supports the call
+    note       one line for `explain()`
+    """
+
+    backend: str
+    arithmetic: Arithmetic
+    supports: Callable[[SiteCall, torch.device], str | None]
+    native: bool
+    reference: str | None
+    priority: int
+    note: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel taken for a call, and why not the ones before it."""
+
+    kernel: Kernel
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        kind = "native" if self.kernel.native else "emulated"
+        return f"{self.kernel.backend} ({kind})"
+
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def register_kernel(kernel: Kernel) -> Kernel:
+    """Make a kernel known. A backend name that is taken is refused."""
+    if kernel.backend in _KERNELS or kernel.backend == "auto":
+        raise RegistryError(f"backend {kernel.backend!r} is already registered: choose another name")
+    if kernel.reference is not None and kernel.reference not in _KERNELS:
+        raise RegistryError(f"backend {kernel.backend!r}: its reference {kernel.reference!r} is not registered")
+    _KERNELS[kernel.backend] = kernel
+    choose_kernel.cache_clear()
+    return kernel
+
+
+def backend_names() -> tuple[str, ...]:
+    """What `backend=` may be."""
+    return ("auto", *_KERNELS)
+
+
+@lru_cache(maxsize=4096)
+def choose_kernel(call: SiteCall, device: torch.device) -> Choice:
+    """The kernel that runs `call` on `device`; raises `KernelError` if the asked-for backend cannot."""
+    asked = call.recipe.backend
+    if asked not in backend_names():
+        raise KernelError(f"no backend is named {asked!r}. Choose one of: {listing(backend_names())}")
+    ranked = sorted(_KERNELS.values(), key=lambda kernel: -kernel.priority)
+    reasons = []
+    for kernel in ranked if asked == "auto" else [_KERNELS[asked]]:
+        reason = kernel.supports(call, device)
+        if reason is None:
+            return Choice(kernel, tuple(reasons))
+        reasons.append((kernel.backend, reason))
+    why = "; ".join(f"{name}: {reason}" for name, reason in reasons)
+    raise KernelError(f"no kernel runs {call.op} in {call.recipe} on {device}. {why}. Try backend='auto'")

@@ -1,0 +1,31 @@
+"""dpquant_compile: a compiler for private low-precision training in PyTorch."""
+
+from dpquant_compile import errors
+from dpquant_compile.api import compile
+from dpquant_compile.formats import Format, format_names, get_format, register_format
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.packing import decode, encode, pack4, unpack4
+from dpquant_compile.policy import Policy
+from dpquant_compile.quantize import quantize
+from dpquant_compile.sites import Site, SiteTable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompiledModule",
+    "Format",
+    "Policy",
+    "Site",
+    "SiteTable",
+    "__version__",
+    "compile",
+    "decode",
+    "encode",
+    "errors",
+    "format_names",
+    "get_format",
+    "pack4",
+    "quantize",
+    "register_format",
+    "unpack4",
+]

@@ -1,0 +1,65 @@
+"""The public entry points."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpquant_compile.errors import CompileSpecError
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.sites import SiteFilter
+from dpquant_compile.spec import CompileSpec
+
+__all__ = ["compile"]
+
+
+def compile(
+    model: nn.Module,
+    budget: float,
+    *,
+    format: str | None = None,
+    backend: str = "auto",
+    sites: "SiteFilter | Iterable[SiteFilter] | None" = None,
+    quantize_outputs: str | None = None,
+    recipe: str | None = None,
+    seed: int = 0,
+    quantize_eval: bool = False,
+    inner: str | None = None,
+    example_inputs: "Sequence[Any] | Mapping[str, Any] | None" = None,
+) -> CompiledModule:
+    """Compile `model` so that `budget` of its convs and linears run in low precision, a choice that can change.
+
+    model             any module; torch.fx traces it now, or Dynamo at the first forward
+    budget            how many sites run in low precision: an int k, or a fraction such as 0.75
+    format            number format, "luq_fp4" if not given; see `dpquant_compile.format_names()`
+    backend           kernels of the quantized sites: "auto" picks the best for each, "reference" is plain torch
+    sites             which convs and linears to consider: a name pattern, a module type, an op, a function of a
+                      `Site`, or a list of these; all if None
+    quantize_outputs  "none", "flow" or "all": whether results are quantized too, besides the operands
+    recipe            "paper" sets format and outputs as published
+    seed              of the random rounding and of the first policy, which is a uniform draw
+    quantize_eval     eval() follows the policy as well
+    inner             compiler of the graph around the sites: "inductor", "aot_eager" or "eager"; by default
+                      "inductor", and "eager" for the reference backend
+    example_inputs    arguments of one forward call, to capture the graph now where only Dynamo can
+    """
+    if not isinstance(model, nn.Module):
+        raise CompileSpecError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, CompiledModule):
+        raise CompileSpecError("the model is compiled already; compile the original module instead")
+    spec = CompileSpec.build(
+        budget,
+        format=format,
+        backend=backend,
+        quantize_outputs=quantize_outputs,
+        recipe=recipe,
+        seed=seed,
+        quantize_eval=quantize_eval,
+        inner=inner,
+    )
+    compiled = CompiledModule(model, spec, sites)
+    if example_inputs is not None:
+        named = isinstance(example_inputs, Mapping)
+        compiled.capture(*([] if named else example_inputs), **(example_inputs if named else {}))
+    return compiled

@@ -1,0 +1,74 @@
+"""The dispatcher: this step's policy, random streams and sample ids, as the data of a compiled program."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpquant_compile.bits import ROLES, site_keys
+from dpquant_compile.policy import Policy, resolve_policy
+
+__all__ = ["Dispatcher", "LinkTable"]
+
+FIRST_CAPACITY = 4096
+
+
+class LinkTable(nn.Module):
+    """What `dpquant::site` reads: `policy` (bool per site, CPU), `keys` (site × role), `samples` (ids of the batch).
+
+    Changes replace the tensors and never write into them, so that a backward pass still sees what its forward saw.
+    """
+
+    policy: Tensor
+    keys: Tensor
+    samples: Tensor
+
+    def __init__(self, sites: int) -> None:
+        super().__init__()
+        self.register_buffer("policy", torch.zeros(sites, dtype=torch.bool), persistent=False)
+        self.register_buffer("keys", torch.zeros(sites, len(ROLES), dtype=torch.int64), persistent=False)
+        self.register_buffer("samples", torch.arange(FIRST_CAPACITY), persistent=False)
+
+
+class Dispatcher:
+    """Holds the policy and the step counter of one compiled model, and keeps its link table in line with them.
+
+    The step advances when parameters changed since the last training forward (an optimizer step), so that all
+    forwards between two optimizer steps see one rounding of the weights. The random bits are a function of
+    (seed, step, site, role, sample, element), with the sample's place in the batch as its id unless ids are set.
+    """
+
+    def __init__(self, names: Sequence[str], seed: int, policy: Policy) -> None:
+        self.names = tuple(names)
+        self.seed = seed
+        self.table = LinkTable(len(self.names))
+        self.step = 0
+        self.policy = policy
+        self._versions: int | None = None
+        self._shown: tuple[Any, ...] | None = None
+
+    def set_policy(self, policy: "str | Iterable[str]") -> Policy:
+        self.policy = resolve_policy(policy, self.names)
+        return self.policy
+
+    def begin(self, *, batch: int, device: torch.device, low: bool, parameters: Iterable[Tensor] | None) -> None:
+        """Bring the link table up to date before a forward. `parameters` are given in training only."""
+        if parameters is not None:
+            versions = _versions(parameters)
+            if self._versions is not None and versions != self._versions:
+                self.step += 1
+            self._versions = versions
+        table = self.table
+        if batch > table.samples.shape[0]:
+            table.samples = torch.arange(1 << (batch - 1).bit_length())
+        wanted = (self.policy if low else None, self.seed, self.step, device)
+        if wanted != self._shown or table.samples.device != device:
+            table.policy = torch.tensor(self.policy.mask if low else [False] * len(self.names), dtype=torch.bool)
+            table.keys = site_keys(self.seed, self.step, self.names).to(device)
+            table.samples = table.samples.to(device)
+            self._shown = wanted
+
+
+def _versions(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter._version for parameter in parameters if not parameter.is_inference())

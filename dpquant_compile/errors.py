@@ -1,0 +1,84 @@
+"""Every error that dpquant_compile raises on purpose.
+
+Each message names the thing at fault (a site, a node, a parameter, an argument), the source line where it is
+known, and what to do about it. All derive from `DPQuantError`, and from the built-in that fits, so that code
+written against the built-ins keeps working.
+"""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "CompileSpecError",
+    "DPQuantError",
+    "FormatError",
+    "GraphInvariantError",
+    "InplaceAliasError",
+    "KernelError",
+    "NonFiniteError",
+    "NotCapturedError",
+    "RegistryError",
+    "SiteError",
+]
+
+
+def listing(names: Sequence[str], limit: int = 60) -> str:
+    """Names for a message: all of them up to `limit`, then a count of the rest."""
+    shown = ", ".join(names[:limit])
+    rest = len(names) - limit
+    return f"{shown}, and {rest} more" if rest > 0 else shown
+
+
+class DPQuantError(Exception):
+    """Base of all errors raised on purpose by dpquant_compile."""
+
+
+class BudgetError(DPQuantError, ValueError):
+    """The budget k does not fit the n sites of the model."""
+
+
+class SiteError(DPQuantError, KeyError):
+    """A policy or a selection names a site that the model does not have."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class FormatError(DPQuantError, ValueError):
+    """An unknown number format, or a tensor that the format cannot take."""
+
+
+class NonFiniteError(DPQuantError, ValueError):
+    """A tensor holds NaN or infinity where only numbers can be quantized."""
+
+
+class CompileSpecError(DPQuantError, ValueError):
+    """An argument of `compile` or of the torch.compile backend is out of its domain."""
+
+
+class CaptureError(DPQuantError, RuntimeError):
+    """The model cannot be turned into one graph."""
+
+
+class NotCapturedError(DPQuantError, RuntimeError):
+    """A graph was asked for before the first forward of a model that only Dynamo can capture."""
+
+
+class InplaceAliasError(DPQuantError, RuntimeError):
+    """An in-place operation changes a value that is still read under another name."""
+
+
+class GraphInvariantError(DPQuantError, RuntimeError):
+    """A pass left the graph in a state that its contract rules out."""
+
+
+class KernelError(DPQuantError, RuntimeError):
+    """No kernel of the asked-for backend can run a site."""
+
+
+class RegistryError(DPQuantError, KeyError):
+    """A name is registered twice, or looked up and not there."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""

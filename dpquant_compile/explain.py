@@ -1,0 +1,83 @@
+"""`explain()`: what every site runs as, by which kernel, and why the rest is not a site."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dpquant_compile.backends.ops import site_call
+from dpquant_compile.backends.registry import Choice, choose_kernel
+from dpquant_compile.policy import Policy
+from dpquant_compile.sites import Site, SiteTable
+from dpquant_compile.spec import CompileSpec
+
+__all__ = ["Explanation", "Row", "explain", "kernel_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `precision` is "low", "full", or "skipped" for what is no site."""
+
+    site: str
+    op: str
+    shape: str
+    precision: str
+    kernel: str
+    native: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A table of all sites, and of what looks like one and stays in full precision."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        head = ("site", "op", "weight", "precision", "kernel", "note")
+        body = [(row.site, row.op, row.shape, row.precision, row.kernel, row.note) for row in self.rows]
+        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head) - 1)]
+
+        def text(line: tuple[str, ...]) -> str:
+            return "  ".join([cell.ljust(width) for cell, width in zip(line, widths, strict=False)] + [line[-1]]).rstrip()
+
+        rule = "  ".join("─" * width for width in widths) + "  ────"
+        return "\n".join([self.title, text(head), rule, *map(text, body)])
+
+    __repr__ = __str__
+
+
+def kernel_of(site: Site, spec: CompileSpec, device: torch.device) -> Choice:
+    """The kernel that runs `site` in low precision."""
+    g = site.geometry
+    geometry = [] if g is None else [*g.stride, *g.padding, *g.dilation, g.groups]
+    call = site_call(site.op, site.index, 0, str(spec.recipe), [0, 1, 1, 0, 1, 1], geometry)
+    return choose_kernel(call, device)
+
+
+def explain(sites: SiteTable, policy: Policy, spec: CompileSpec, device: torch.device, training: bool) -> Explanation:
+    """The table for a model in its present state."""
+    rows = []
+    active = training or spec.quantize_eval
+    for site in sites:
+        choice = kernel_of(site, spec, device)
+        low = active and site.name in policy
+        passed = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
+        note = "; ".join(part for part in (choice.kernel.note if low else "", passed if low else "") if part)
+        shape = "×".join(map(str, site.weight_shape)) if site.weight_shape else "?"
+        kernel = str(choice) if low else "torch (full precision)"
+        rows.append(Row(site.name, site.op, shape, "low" if low else "full", kernel, low and choice.kernel.native, note))
+    for skip in sites.skipped:
+        where = f" [{skip.source}]" if skip.source else ""
+        kernel = "torch (full precision)"
+        rows.append(Row(skip.name, skip.op, "", "skipped", kernel, False, skip.reason + where))
+    mode = "train()" if training else "eval(), quantized" if spec.quantize_eval else "eval(): full precision"
+    title = f"{len(policy)} of {len(sites)} sites in {spec.recipe.format}, outputs {spec.recipe.outputs!r}, {mode}, on {device}"
+    return Explanation(title, tuple(rows))

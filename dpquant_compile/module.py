@@ -1,0 +1,248 @@
+"""`CompiledModule`: the user's model, running as a graph with switchable sites."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dpquant_compile import pipeline
+from dpquant_compile.backends.aot import AotGraph
+from dpquant_compile.dispatch import Dispatcher, LinkTable
+from dpquant_compile.explain import Explanation, explain, kernel_of
+from dpquant_compile.passes.infra import PassRecord
+from dpquant_compile.passes.track_batch import batch_size
+from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
+from dpquant_compile.programs import Programs, mark_batch_dynamic
+from dpquant_compile.sites import SiteFilter, SiteTable, select_sites
+from dpquant_compile.spec import CompileSpec
+from dpquant_compile.variants import Precompilation, VariantCache
+from dpquant_compile.view import GraphView
+
+__all__ = ["CompiledModule"]
+
+# Shared with the original, so that whoever holds either sees the same parameters, buffers and hooks.
+_SHARED = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class CompiledModule(nn.Module):
+    """A model whose convs and linears can be switched to low precision, one policy at a time.
+
+    Made by `dpquant_compile.compile`. It shares parameters, buffers and submodules with the original, keeps their
+    names, and takes the same arguments. In train() the sites of `policy` run in low precision; in eval() all run
+    in full precision, unless compiled with `quantize_eval=True`.
+    """
+
+    training: bool
+
+    def __init__(
+        self, original: nn.Module, spec: CompileSpec, sites: "SiteFilter | Iterable[SiteFilter] | None" = None
+    ) -> None:
+        super().__init__()
+        self.__dict__["_original"] = original
+        for name in _SHARED:
+            self.__dict__[name] = getattr(original, name)
+        self.training = original.training
+        self._spec = spec
+        self._chosen = sites
+        self._explicit = False
+        self._programs = Programs(original, spec, self._link)
+        self._sites = select_sites(self._programs.known_sites(), sites)
+        self._dispatcher = self._new_dispatcher()
+        self._variants = VariantCache()
+
+    # Running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    @torch.compiler.disable(recursive=False)
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = batch_size(args, kwargs)
+        program = self._programs.get(args, kwargs, batch)
+        low = self.training or self._spec.quantize_eval
+        self._begin(batch, low)
+        if batch < 2:
+            # Dynamo specialises on sizes 0 and 1; such batches run the same graph, uncompiled.
+            return program.switched(*args, **kwargs)
+        ready = self._variants.get(program, self.policy) if low else None
+        mark_batch_dynamic(args, kwargs, batch)
+        return (ready or program.call)(*args, **kwargs)
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Capture and prepare the graph for a call with these arguments, without running or compiling it."""
+        self._programs.get(args, kwargs, batch_size(args, kwargs))
+
+    def _begin(self, batch: int, low: bool) -> None:
+        parameters = self._original.parameters() if self.training else None
+        self._dispatcher.begin(batch=batch, device=self._device(), low=low, parameters=parameters)
+
+    # Sites and policies
+
+    @property
+    def sites(self) -> SiteTable:
+        """All sites, in graph order; shapes and FLOPs are filled in at the first forward."""
+        return self._sites
+
+    @property
+    def budget(self) -> int:
+        """k, the number of sites in low precision."""
+        return resolve_budget(self._spec.budget, self._sites.names)
+
+    @property
+    def policy(self) -> Policy:
+        """The sites that now run in low precision."""
+        return self._dispatcher.policy
+
+    def set_policy(self, policy: "str | Iterable[str]") -> Policy:
+        """Choose the sites to run in low precision: names, "all" or "none". Costs microseconds, compiles nothing."""
+        self._explicit = True
+        return self._dispatcher.set_policy(policy)
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps seen so far; the random bits are a function of the seed and this counter."""
+        return self._dispatcher.step
+
+    def _new_dispatcher(self) -> Dispatcher:
+        names = self._sites.names
+        return Dispatcher(names, self._spec.seed, draw_policy(self.budget, names, self._spec.seed))
+
+    def _link(self, found: SiteTable) -> tuple[LinkTable, dict[str, int]]:
+        """Take over the sites that a graph really has; called once per captured program."""
+        table = select_sites(found, self._chosen)
+        if self._programs.latest is None:
+            old = self._dispatcher
+            self._sites = table
+            if table.names != old.names:
+                self._dispatcher = self._new_dispatcher()
+                self._dispatcher.step = old.step
+                if self._explicit:
+                    self._dispatcher.set_policy(old.policy)
+        rows = {name: row for row, name in enumerate(self._dispatcher.names)}
+        return self._dispatcher.table, rows
+
+    # Reading
+
+    def variant(self, policy: "str | Iterable[str]" = "all") -> fx.GraphModule:
+        """The graph specialised to `policy`: callable like the model, readable by `print_readable()`.
+
+        It shares parameters, random streams and step with the model, so for the same batch it computes what the model
+        computes under that policy: bit for bit in reference arithmetic.
+        """
+        chosen = self._resolve(policy)
+        rows = {name: row for row, name in enumerate(self._dispatcher.names)}
+        base, table = self._programs.readable(), self._dispatcher.table
+        gm = pipeline.specialised(base, table, chosen, rows, str(self._spec.recipe), self._programs.log)
+        gm.register_forward_pre_hook(self._before_variant, with_kwargs=True)
+        return gm
+
+    def _before_variant(self, gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begin(batch_size(args, kwargs), True)
+
+    def _resolve(self, policy: "str | Iterable[str]") -> Policy:
+        return resolve_policy(policy, self._dispatcher.names)
+
+    def precompile(self, policies: "Iterable[str | Iterable[str]]", *, background: bool = True) -> Precompilation:
+        """Compile whole-graph variants for the policies of a schedule ahead of their epochs.
+
+        They fuse the quantizers with their neighbours, and run instead of the link table from the moment they are
+        ready; `wait()` on the result makes that moment certain. With `background` the work is done in a thread
+        beside the training, unless the model draws random numbers (dropout). At most 32 variants are kept.
+        Variants round intermediate sums in another order than the link table, so results may differ in the last bits:
+        wait for them where runs must repeat exactly.
+        """
+        chosen = [self._resolve(policy) for policy in policies]
+        return self._variants.precompile(self._programs, self._dispatcher.table, chosen, background)
+
+    def diff(self, first: "str | Iterable[str]", second: "str | Iterable[str]") -> str:
+        """The difference between the graphs of two policies, as a unified diff of their code."""
+        a, b = self._resolve(first), self._resolve(second)
+        before, after = (self.variant(policy).code.strip().splitlines() for policy in (a, b))
+        return "\n".join(difflib.unified_diff(before, after, f"policy {a}", f"policy {b}", lineterm="", n=1))
+
+    def explain(self) -> Explanation:
+        """What each site runs as now, by which kernel, native or emulated, and why the rest is skipped."""
+        return explain(self._sites, self.policy, self._spec, self._device(), self.training)
+
+    def trace_log(self) -> tuple[PassRecord, ...]:
+        """Every pass over this model's graphs so far; `print` a record to read the graph before and after it."""
+        return tuple(self._programs.log)
+
+    @property
+    def compiled_graphs(self) -> tuple[AotGraph, ...]:
+        """The forward and backward graphs that were compiled so far; `print` one to read it."""
+        return self._programs.graphs
+
+    def graph_view(self) -> GraphView:
+        """The graph as drawn: `.to_networkx()`, `.to_svg()`, `.with_policy(policy)`."""
+        device = self._device()
+        kernels = {site.name: str(kernel_of(site, self._spec, device)) for site in self._sites}
+        title = type(self._original).__name__
+        return GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title)
+
+    def draw(self, path: str | Path) -> Path:
+        """Write the graph as an SVG drawing, sites coloured by their precision."""
+        return self.graph_view().draw(path)
+
+    def save_html(self, path: str | Path, schedule: "Sequence[str | Iterable[str]] | None" = None) -> Path:
+        """Write one self-contained page with the graph; `schedule`, a policy per epoch, puts a slider on it."""
+        chosen = None if schedule is None else [self._resolve(policy) for policy in schedule]
+        return self.graph_view().save_html(path, chosen)
+
+    # Behaving as the original
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._original.parameters()), torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+    def train(self, mode: bool = True) -> "CompiledModule":
+        self._original.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "CompiledModule":
+        self._original._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The graphs and compiled programs stay behind: they are made again from the model and the spec.
+        chosen = self._sites.names if self._chosen is not None else None
+        state = {"step": self.step, "policy": tuple(sorted(self.policy)), "explicit": self._explicit}
+        return _restore, (self._original, self._spec, chosen, state)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe}"
+
+
+def _restore(
+    original: nn.Module, spec: CompileSpec, chosen: tuple[str, ...] | None, state: dict[str, Any]
+) -> CompiledModule:
+    module = CompiledModule(original, spec, chosen)
+    module._dispatcher.step = state["step"]
+    module._dispatcher.set_policy(state["policy"])
+    module._explicit = state["explicit"]
+    return module

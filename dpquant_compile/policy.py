@@ -1,0 +1,93 @@
+"""`Policy`: which sites run in low precision now, and how large a budget of them is."""
+
+import math
+import numbers
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dpquant_compile.errors import BudgetError, SiteError, listing
+
+__all__ = ["Policy", "draw_policy", "resolve_budget", "resolve_policy"]
+
+
+class Policy(frozenset[str]):
+    """A frozen set of site names, together with all the names it was chosen from.
+
+    `str(policy)` is short and stable ("none", "all", "3of5:16"): the hexadecimal digits are a bit mask over
+    `universe`, lowest bit first, so it serves as test id, cache key and log line.
+    """
+
+    universe: tuple[str, ...]
+
+    def __new__(cls, names: Iterable[str], universe: Sequence[str]) -> "Policy":
+        self = super().__new__(cls, names)
+        self.universe = tuple(universe)
+        unknown = sorted(self.difference(self.universe))
+        if unknown:
+            raise SiteError(
+                f"no such site: {listing(unknown)}. The model has {len(self.universe)} sites: "
+                f"{listing(self.universe)}. Use names from model.sites."
+            )
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Policy, (tuple(sorted(self)), self.universe))
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """One flag per site of `universe`, in its order."""
+        return tuple(name in self for name in self.universe)
+
+    def __str__(self) -> str:
+        if not self:
+            return "none"
+        if len(self) == len(self.universe):
+            return "all"
+        bits = sum(1 << i for i, on in enumerate(self.mask) if on)
+        return f"{len(self)}of{len(self.universe)}:{bits:x}"
+
+    def __repr__(self) -> str:
+        return f"Policy({str(self)}: {listing([n for n in self.universe if n in self], 8)})"
+
+
+def resolve_policy(policy: "str | Iterable[str]", universe: Sequence[str]) -> Policy:
+    """A `Policy` from "all", "none", one site's name, or an iterable of names."""
+    if isinstance(policy, str):
+        if policy == "all":
+            return Policy(universe, universe)
+        if policy == "none":
+            return Policy((), universe)
+        return Policy((policy,), universe)
+    return Policy(policy, universe)
+
+
+def resolve_budget(budget: float, universe: Sequence[str]) -> int:
+    """The number k of sites that `budget` stands for: an int is k itself, a float a fraction of n.
+
+    >>> resolve_budget(0.75, ["a", "b", "c", "d"])
+    3
+    """
+    n = len(universe)
+    have = f"The model has n = {n} sites: {listing(universe)}." if n else "The model has n = 0 sites."
+    if n == 0:
+        raise BudgetError(
+            f"budget={budget!r}: there is nothing to quantize. {have} A site is a conv or a linear that `sites=` selects; "
+            "explain() lists what was skipped, and why."
+        )
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
+        raise BudgetError(f"budget={budget!r} is a {type(budget).__name__}; give an int from 0 to n or a fraction. {have}")
+    if isinstance(budget, numbers.Integral):
+        if not 0 <= int(budget) <= n:
+            raise BudgetError(f"budget={budget!r} is not between 0 and n. {have}")
+        return int(budget)
+    if not 0.0 <= float(budget) <= 1.0 or math.isnan(budget):
+        raise BudgetError(
+            f"budget={budget!r}: a float is a fraction from 0.0 to 1.0 of the sites; for a count give an int. {have}"
+        )
+    return math.floor(float(budget) * n + 0.5)
+
+
+def draw_policy(k: int, universe: Sequence[str], seed: int) -> Policy:
+    """A uniform draw of k sites without replacement, the same for the same seed and names."""
+    return Policy(random.Random(f"dpquant-first-policy-{seed}").sample(list(universe), k), universe)

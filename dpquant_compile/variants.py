@@ -1,0 +1,175 @@
+"""Whole-graph specialised variants: compiled ahead for a schedule, bounded in number, shared block by block."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpquant_compile import pipeline
+from dpquant_compile.dispatch import LinkTable
+from dpquant_compile.errors import NotCapturedError
+from dpquant_compile.passes.infra import bind_inputs, op_name
+from dpquant_compile.passes.insert_switches import LINK_TABLE
+from dpquant_compile.passes.split_blocks import block_key, lift_tensors, split_blocks
+from dpquant_compile.policy import Policy
+from dpquant_compile.programs import Program, Programs
+
+__all__ = ["Precompilation", "VariantCache"]
+
+
+@dataclass(frozen=True)
+class Precompilation:
+    """A running or finished `precompile`. `wait()` blocks until the variants are there, and raises what went wrong."""
+
+    policies: tuple[Policy, ...]
+    futures: tuple["Future[None]", ...] = field(repr=False)
+
+    def wait(self, timeout: float | None = None) -> "Precompilation":
+        for future in self.futures:
+            future.result(timeout)
+        return self
+
+    @property
+    def done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+
+class _Variant:
+    """A graph of compiled blocks, fed with the model's tensors as they are at each call."""
+
+    def __init__(self, program: Program, policy: Policy, programs: Programs, table: LinkTable) -> None:
+        self.owner = program.base
+        self.table = table
+        recipe = str(programs.spec.recipe)
+        gm = pipeline.specialised(program.base, table, policy, program.rows, recipe, programs.log)
+        lifted, self.names = lift_tensors(gm, lambda name: tuple(self._read(name).shape))
+        self.graph = split_blocks(lifted, programs.original)
+        self.random = any(_draws(node) for node in gm.graph.nodes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flat = bind_inputs(self.owner, args, kwargs)
+        return self._unflatten(self.graph(*flat, *map(self._read, self.names)))
+
+    def warm_up(self, example: tuple[Any, Any]) -> None:
+        """Compile forward and backward by one run on made-up inputs and copies of the tensors: no state changes."""
+        flat = bind_inputs(self.owner, *tree_map(_blank, example))
+        copies = [_copy(self._read(name)) for name in self.names]
+        with torch.enable_grad():
+            outputs = self.graph(*flat, *copies)
+            ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            wanted = [tensor for tensor in copies if tensor.requires_grad]
+            if ends and wanted:
+                torch.autograd.grad(sum(end.sum() for end in ends), wanted, allow_unused=True)
+
+    def _unflatten(self, outputs: Any) -> Any:
+        return self.owner.graph._codegen.process_outputs(outputs)
+
+    def _read(self, name: str) -> Any:
+        if name.startswith(f"{LINK_TABLE}.keys["):
+            row = int(name.removesuffix("]").rpartition("[")[2])
+            return self.table.keys[row : row + 1]
+        value: Any = self.owner
+        atoms = name.split(".")
+        if atoms[0] == LINK_TABLE:
+            value, atoms = self.table, atoms[1:]
+        for atom in atoms:
+            value = getattr(value, atom)
+        return value
+
+
+class VariantCache:
+    """Specialised variants by policy, the least recently used dropped past `limit`.
+
+    Blocks that compute the same thing on the same shapes are compiled once and shared by all variants and all places
+    in the model; past `block_limit` compiled blocks, further policies stay with the link table.
+    """
+
+    def __init__(self, limit: int = 32, block_limit: int = 128) -> None:
+        self.limit = limit
+        self.block_limit = block_limit
+        self._ready: OrderedDict[tuple[int, Policy], _Variant] = OrderedDict()
+        self._blocks: dict[str, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    @property
+    def blocks(self) -> int:
+        """How many different blocks are compiled."""
+        return len(self._blocks)
+
+    def get(self, program: Program, policy: Policy) -> Callable[..., Any] | None:
+        """The compiled variant of `program` for `policy`, if there is one."""
+        key = (id(program), policy)
+        if key not in self._ready:
+            return None
+        with self._lock:
+            self._ready.move_to_end(key)
+            return self._ready[key]
+
+    def precompile(
+        self, programs: Programs, table: LinkTable, policies: Sequence[Policy], background: bool
+    ) -> Precompilation:
+        """Build and compile the variants that are missing, in order; see `CompiledModule.precompile`."""
+        program = programs.latest
+        if program is None:
+            raise NotCapturedError("precompile() needs the shapes of a batch: run the model once before it")
+        missing = [p for p in dict.fromkeys(policies) if (id(program), p) not in self._ready]
+        if programs.spec.inner == "eager":
+            missing = []  # nothing is compiled, so there is nothing to compile ahead
+        variants = [_Variant(program, policy, programs, table) for policy in missing]
+        jobs = [(policy, variant) for policy, variant in zip(missing, variants, strict=True)]
+        # A run on made-up inputs draws from the global generator if the model has dropout. In the foreground its
+        # state is put back; a thread could not do that without disturbing the training beside it.
+        threaded = background and not any(variant.random for variant in variants)
+        futures: list[Future[None]] = []
+        for policy, variant in jobs:
+            if threaded:
+                self._worker = self._worker or ThreadPoolExecutor(1, "dpquant-precompile")
+                futures.append(self._worker.submit(self._build, programs, program, policy, variant))
+            else:
+                done: Future[None] = Future()
+                with torch.random.fork_rng(devices=[]):
+                    self._build(programs, program, policy, variant)
+                done.set_result(None)
+                futures.append(done)
+        return Precompilation(tuple(policies), tuple(futures))
+
+    def _build(self, programs: Programs, program: Program, policy: Policy, variant: _Variant) -> None:
+        keys = {name: block_key(block) for name, block in _children(variant.graph)}
+        if len({*self._blocks, *keys.values()}) > self.block_limit:
+            return
+        for name, key in keys.items():
+            if key not in self._blocks:
+                self._blocks[key] = programs.compile(variant.graph.get_submodule(name))
+            setattr(variant.graph, name, self._blocks[key])
+        variant.warm_up(program.example)
+        with self._lock:
+            self._ready[(id(program), policy)] = variant
+            while len(self._ready) > self.limit:
+                self._ready.popitem(last=False)
+
+
+def _children(graph: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
+    return [(name, child) for name, child in graph.named_children() if isinstance(child, fx.GraphModule)]
+
+
+def _blank(value: Any) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _draws(node: fx.Node) -> bool:
+    name = op_name(node)
+    return any(word in name for word in ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu"))

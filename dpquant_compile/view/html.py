@@ -1,0 +1,80 @@
+"""The interactive page: `page.html` filled with style, script, drawing and data. It needs nothing else, no network."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from dpquant_compile.policy import Policy
+from dpquant_compile.sites import SiteTable
+from dpquant_compile.view.contract import ViewEdge, ViewNode
+from dpquant_compile.view.layout import Layout
+from dpquant_compile.view.svg import ARROWS, STYLE, extent, render_graph
+
+__all__ = ["embed_json", "render_html"]
+
+
+def render_html(
+    nodes: Sequence[ViewNode],
+    edges: Sequence[ViewEdge],
+    placed: Layout,
+    sites: SiteTable,
+    policy: Policy,
+    epochs: Sequence[Policy],
+    kernels: Mapping[str, str],
+    title: str,
+) -> str:
+    """The page. With `epochs` it has a slider over them and starts at the first, else it shows `policy`."""
+    data = {
+        "title": title,
+        "extent": extent(nodes, edges, placed),
+        "sites": sites.names,
+        "scheduled": bool(epochs),
+        "epochs": [_epoch(each) for each in epochs or [policy]],
+        "nodes": [_node(node, placed, sites, kernels) for node in nodes],
+    }
+    parts = {
+        "title": escape(title),
+        "style": STYLE,
+        "arrows": ARROWS,
+        "graph": render_graph(nodes, edges, placed, sites, epochs[0] if epochs else policy),
+        "data": embed_json(data),
+        "css": _resource("page.css"),
+        "script": _resource("page.js"),
+    }
+    # One pass over the template, so that text put in is never itself taken for a slot.
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
+
+
+def embed_json(data: object) -> str:
+    """JSON that is safe inside a script element: no text in it can end the element or open a comment."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _resource(name: str) -> str:
+    return files("dpquant_compile.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _epoch(policy: Policy) -> dict[str, str]:
+    return {"policy": str(policy), "mask": "".join("01"[on] for on in policy.mask)}
+
+
+def _node(node: ViewNode, placed: Layout, sites: SiteTable, kernels: Mapping[str, str]) -> dict[str, Any]:
+    """What the page needs to know of a node: its fields, its place, and for a site the table's entry."""
+    box = placed.boxes[node.id]
+    fields: dict[str, Any] = {**vars(node), "box": [box.left, box.top, box.width, box.height]}
+    if node.site is not None:
+        site = sites[node.site]
+        fields |= {
+            "weight_shape": site.weight_shape,
+            "input_shape": site.input_shape,
+            "geometry": str(site.geometry) if site.geometry else None,
+            "kernel": kernels.get(site.name),
+            "index": sites.names.index(site.name),
+        }
+    return {key: value for key, value in fields.items() if value is not None}

@@ -1,0 +1,323 @@
+"""How one ATen operator carries the batch axis of its inputs to its outputs.
+
+A rule takes an `OpCall` and returns the axis of the output: a `BatchAxis`, or a `Lost` with the reason where
+samples are mixed or the axis cannot be followed. Operators without batch inputs never reach a rule.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.errors import RegistryError
+from dpquant_compile.sites import BatchAxis
+
+__all__ = ["Axis", "Lost", "OpCall", "output_axis"]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The batch axis cannot be followed from here on."""
+
+    reason: str
+
+
+Axis = BatchAxis | Lost | None
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of an operator: arguments, output, and the axis of each tensor among the arguments."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    axis_of: Callable[[Any], Axis]
+    batch: int
+
+    def argument(self, index: int, name: str, default: Any = None) -> Any:
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
+    @property
+    def first(self) -> BatchAxis:
+        """The axis of the first argument, or of the first argument that has one."""
+        axes = [self.axis_of(value) for value in _tensors(self.args)]
+        return next(axis for axis in axes if isinstance(axis, BatchAxis))
+
+    @property
+    def source(self) -> Tensor:
+        """The tensor that `first` belongs to."""
+        return next(value for value in _tensors(self.args) if isinstance(self.axis_of(value), BatchAxis))
+
+
+Rule = Callable[[OpCall], Axis]
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register one rule under the names of the ATen operators it serves."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            if name in _RULES:
+                raise RegistryError(f"aten.{name} has a batch rule already")
+            _RULES[name] = function
+        return function
+
+    return register
+
+
+def output_axis(func: Any, call: OpCall) -> Axis:
+    """The axis of the output of one operator with at least one batch input."""
+    axes = [call.axis_of(value) for value in _tensors((call.args, call.kwargs))]
+    known = [axis for axis in axes if isinstance(axis, BatchAxis)]
+    if not known:
+        return next(axis for axis in axes if isinstance(axis, Lost))
+    if call.name in _RULES:
+        return _RULES[call.name](call)
+    if torch.Tag.pointwise in func.tags:
+        return _pointwise(call)
+    return Lost(f"no rule follows the batch through aten.{call.name}")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _positive(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def _moved(axis: BatchAxis, dim: int) -> BatchAxis:
+    return BatchAxis(dim, axis.outer, axis.inner)
+
+
+@rule("copy_", "masked_fill_", "lerp_", "expand", "native_dropout", "_to_copy", "index_fill", "fill_", "zero_", "where")
+def _pointwise(call: OpCall) -> Axis:
+    """Broadcasting aligns dimensions from the right; all batch inputs must agree on where the batch is."""
+    rank, found = call.output.dim(), set()
+    for value in _tensors((call.args, call.kwargs)):
+        axis = call.axis_of(value)
+        if isinstance(axis, BatchAxis):
+            found.add(_moved(axis, axis.dim + rank - value.dim()))
+    if len(found) > 1:
+        return Lost(f"aten.{call.name} combines inputs whose batches lie in different dimensions")
+    return found.pop()
+
+
+@rule("clone", "detach", "alias", "contiguous", "lift_fresh", "rand_like", "randn_like", "bernoulli", "bernoulli_")
+@rule("zeros_like", "ones_like", "empty_like", "full_like", "uniform_", "normal_", "native_alpha_dropout")
+def _same(call: OpCall) -> Axis:
+    return call.first
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
+def _view(call: OpCall) -> Axis:
+    """Row-major order is kept, so the batch is found by counting elements before and after it."""
+    axis, shape, new = call.first, call.source.shape, call.output.shape
+    before = math.prod(shape[: axis.dim]) * axis.outer
+    after = axis.inner * math.prod(shape[axis.dim + 1 :])
+    for dim, size in enumerate(new):
+        left, right = math.prod(new[:dim]), math.prod(new[dim + 1 :])
+        if left and right and before % left == 0 and after % right == 0:
+            outer, inner = before // left, after // right
+            if size == outer * call.batch * inner:
+                return BatchAxis(dim, outer, inner)
+    return Lost(f"a reshape from {tuple(shape)} to {tuple(new)} splits the batch")
+
+
+@rule("as_strided", "as_strided_")
+def _as_strided(call: OpCall) -> Axis:
+    """Pooling restrides its result in place; that is harmless if the non-trivial dimensions stay row-major."""
+    sizes, strides = call.argument(1, "size"), call.argument(2, "stride")
+    kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    row_major = [math.prod(size for size, _ in kept[i + 1 :]) for i in range(len(kept))]
+    if tuple(sizes) == tuple(call.source.shape) and [stride for _, stride in kept] == row_major:
+        return call.first
+    return Lost("as_strided may lay samples over each other")
+
+
+@rule("permute", "permute_copy")
+def _permute(call: OpCall) -> Axis:
+    order = [_positive(d, call.source.dim()) for d in call.argument(1, "dims")]
+    return _moved(call.first, order.index(call.first.dim))
+
+
+@rule("transpose", "t", "numpy_T", "mT")
+def _transpose(call: OpCall) -> Axis:
+    rank = call.source.dim()
+    a, b = (_positive(d, rank) for d in (call.argument(1, "dim0", 0), call.argument(2, "dim1", 1)))
+    return _moved(call.first, {a: b, b: a}.get(call.first.dim, call.first.dim))
+
+
+@rule("unsqueeze")
+def _unsqueeze(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim"), call.output.dim())
+    return _moved(call.first, call.first.dim + (dim <= call.first.dim))
+
+
+@rule("squeeze")
+def _squeeze(call: OpCall) -> Axis:
+    rank = call.source.dim()
+    asked = call.argument(1, "dim", list(range(rank)))
+    dims = [_positive(d, rank) for d in ([asked] if isinstance(asked, int) else asked)]
+    gone = sum(1 for d in dims if call.source.shape[d] == 1 and d < call.first.dim)
+    return _moved(call.first, call.first.dim - gone)
+
+
+@rule("select")
+def _select(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim"), call.source.dim())
+    if dim == call.first.dim:
+        return Lost("one sample is picked out of the batch")
+    return _moved(call.first, call.first.dim - (dim < call.first.dim))
+
+
+@rule("slice", "split", "split_with_sizes", "narrow", "constant_pad_nd")
+def _keeps_dimensions(call: OpCall) -> Axis:
+    """The output has the input's dimensions; the batch must be whole in it."""
+    if call.output.shape[call.first.dim] != call.source.shape[call.first.dim]:
+        return Lost(f"aten.{call.name} takes a part of the batch, or adds to it")
+    return call.first
+
+
+@rule("unbind")
+def _unbind(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim", 0), call.source.dim())
+    if dim == call.first.dim:
+        return Lost("the batch is unbound into its samples")
+    return _moved(call.first, call.first.dim - (dim < call.first.dim))
+
+
+@rule("cat")
+def _cat(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim", 0), call.output.dim())
+    axes = {call.axis_of(value) for value in _tensors(call.args)} - {None}
+    if len(axes) != 1 or dim == call.first.dim:
+        return Lost("a concatenation joins batches, or values whose batches lie in different dimensions")
+    return call.first
+
+
+@rule("stack")
+def _stack(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim", 0), call.output.dim())
+    axes = {call.axis_of(value) for value in _tensors(call.args)} - {None}
+    if len(axes) != 1:
+        return Lost("a stack joins values whose batches lie in different dimensions")
+    return _moved(call.first, call.first.dim + (dim <= call.first.dim))
+
+
+@rule("sum", "mean", "amax", "amin", "prod", "var", "std", "any", "all", "argmax", "argmin", "logsumexp")
+@rule("var_mean", "std_mean", "max", "min", "median", "linalg_vector_norm")
+def _reduce(call: OpCall) -> Axis:
+    rank, axis = call.source.dim(), call.first
+    position = 2 if call.name == "linalg_vector_norm" else 1
+    dims = call.argument(position, "dim")
+    dims = list(range(rank)) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    dims = [_positive(d, rank) for d in dims]
+    if axis.dim in dims:
+        return Lost(f"aten.{call.name} reduces over the batch")
+    keep = call.output.dim() == rank
+    return axis if keep else _moved(axis, axis.dim - sum(1 for d in dims if d < axis.dim))
+
+
+@rule("_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "glu", "flip", "sort", "topk", "_safe_softmax", "roll")
+def _along(call: OpCall) -> Axis:
+    position = 2 if call.name in ("topk", "roll") else 1
+    dims = call.argument(position, "dims" if call.name in ("flip", "roll") else "dim", -1)
+    if dims == []:
+        return Lost(f"aten.{call.name} runs over the batch")
+    dims = [_positive(d, call.source.dim()) for d in (dims if isinstance(dims, list | tuple) else [dims])]
+    return Lost(f"aten.{call.name} runs over the batch") if call.first.dim in dims else call.first
+
+
+@rule("convolution", "_convolution", "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d")
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "im2col")
+@rule("native_group_norm", "upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest1d", "upsample_linear1d")
+@rule("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "pixel_shuffle")
+@rule("reflection_pad3d", "replication_pad3d", "adaptive_avg_pool1d", "max_pool1d")
+def _batch_first(call: OpCall) -> Axis:
+    """Operators that treat dimension 0 as a batch, and everything else as one sample."""
+    if any(isinstance(call.axis_of(value), BatchAxis) for value in _tensors(call.args[1:])):
+        return Lost(f"a parameter of aten.{call.name} depends on the batch")
+    axis = call.axis_of(call.args[0])
+    if not isinstance(axis, BatchAxis) or axis.dim != 0:
+        return Lost(f"aten.{call.name} takes dimension 0 for the batch, but the batch is elsewhere")
+    return axis
+
+
+@rule("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+@rule("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_batch_norm_no_update")
+def _batch_norm(call: OpCall) -> Axis:
+    # Statistics over the batch mix samples, which verify_isolation is there to refuse; the axis itself stays.
+    return call.first
+
+
+@rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
+def _layer_norm(call: OpCall) -> Axis:
+    normalised = len(call.argument(1, "normalized_shape"))
+    if call.first.dim >= call.source.dim() - normalised:
+        return Lost(f"aten.{call.name} normalises over the batch")
+    return call.first
+
+
+@rule("mm", "addmm", "_int_mm")
+def _matmul(call: OpCall) -> Axis:
+    left, right = call.args[-2:] if call.name != "addmm" else call.args[1:3]
+    return _product(call, left, right, rows=0, columns=1)
+
+
+@rule("bmm", "baddbmm")
+def _batched_matmul(call: OpCall) -> Axis:
+    left, right = call.args[-2:] if call.name == "bmm" else call.args[1:3]
+    a, b = call.axis_of(left), call.axis_of(right)
+    if isinstance(a, BatchAxis) and a.dim == 0 and (b is None or b == a):
+        return a
+    if a is None and isinstance(b, BatchAxis) and b.dim == 0:
+        return b
+    return _product(call, left, right, rows=1, columns=2)
+
+
+def _product(call: OpCall, left: Tensor, right: Tensor, *, rows: int, columns: int) -> Axis:
+    a, b = call.axis_of(left), call.axis_of(right)
+    if isinstance(a, BatchAxis) and a.dim == rows and b is None:
+        return a
+    if a is None and isinstance(b, BatchAxis) and b.dim == columns:
+        return b
+    return Lost(f"aten.{call.name} sums over the batch, or multiplies samples with each other")
+
+
+@rule("embedding")
+def _embedding(call: OpCall) -> Axis:
+    if call.axis_of(call.args[0]) is not None:
+        return Lost("an embedding table depends on the batch")
+    return call.first
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+@rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math", "scaled_dot_product_attention")
+@rule("_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_cudnn_attention")
+def _attention(call: OpCall) -> Axis:
+    axes = {call.axis_of(value) for value in call.args[:3]}
+    axis = next(iter(axes))
+    if len(axes) != 1 or not isinstance(axis, BatchAxis) or axis.dim > 1:
+        return Lost("attention mixes samples: queries, keys and values do not share one batch dimension")
+    return axis
+
+
+@rule("gather", "scatter", "scatter_add", "index_select")
+def _gather(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim"), call.source.dim())
+    axes = {call.axis_of(value) for value in _tensors(call.args)} - {None}
+    if dim == call.first.dim or len(axes) != 1:
+        return Lost(f"aten.{call.name} picks across samples")
+    return call.first
+
+
+def known_operators() -> Sequence[str]:
+    """Operators that have a rule of their own."""
+    return sorted(_RULES)

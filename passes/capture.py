@@ -1,0 +1,199 @@
+"""Capture: from a user's module to one fx graph over the user's own parameters."""
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.infra import graph_module_over, node_source, user_frames
+
+__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx"]
+
+SITE_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+TRANSPOSED_MODULES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_WHOLE = (*SITE_MODULES, *TRANSPOSED_MODULES, nn.MultiheadAttention)
+
+
+class _Proxy(fx.Proxy):
+    """A proxy that records `x += y` and `x[i] = y` as what they are.
+
+    Plain fx traces `x += y` as `x + y`, which is another program when x has a second name.
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _record_inplace(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split():
+    setattr(_Proxy, f"__i{_name}__", _record_inplace(getattr(operator, f"i{_name}")))
+
+
+class Tracer(fx.Tracer):
+    """fx tracing that keeps source lines and writes to state, and looks into containers that hold sites."""
+
+    record_stack_traces = True
+    proxy_buffer_attributes = True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, _WHOLE):
+            # A subclass with a forward of its own (weight standardisation, LoRA) is traced through.
+            return type(m).__module__.startswith("torch.nn")
+        if any(isinstance(child, _WHOLE) for child in m.modules()):
+            return False
+        return super().is_leaf_module(m, module_qualified_name)
+
+
+def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
+    """Trace `model` symbolically, without an input.
+
+    Returns the graph, or, where fx cannot trace the model (control flow on values, unpacked arguments), the
+    reason as an error, for the caller to hold while it waits for an input that Dynamo can use.
+    Numerics: unchanged. Ensures: node.meta["source"] where known, node.meta["origin"].
+    """
+    if isinstance(model, fx.GraphModule):
+        # Already a graph (exported, or traced by the user): keep the program, run it over the same modules.
+        return _stamp(graph_module_over(model, copy.deepcopy(model.graph), type(model).__name__), "capture_fx")
+    try:
+        graph = Tracer().trace(model)
+    except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return CaptureError(f"torch.fx cannot trace {type(model).__name__}: {reason}")
+    for node in graph.nodes:
+        if _is_opaque(node):
+            name = getattr(node.target, "__qualname__", node.target)
+            return CaptureError(f"torch.fx keeps {name}(), which reads parameters, as one opaque call")
+    return _stamp(graph_module_over(model, graph, type(model).__name__), "capture_fx")
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """A function of the user's (torch.fx.wrap) that takes parameters, and may hide convs and linears."""
+    if node.op != "call_function" or not inspect.isfunction(node.target):
+        return False
+    inside = (node.target.__module__ or "").split(".")[0] in ("torch", "operator", "math", "builtins")
+    return not inside and any(source.op == "get_attr" for source in node.all_input_nodes)
+
+
+def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[fx.GraphModule, bool]:
+    """Capture `model` with Dynamo on one example call; the graph keeps the model's own signature and outputs.
+
+    Returns the graph, and whether it holds for every batch size (dimension 0 of the inputs) or only for this one.
+    All other shapes, and all arguments that are not tensors, are constants of the graph.
+    Numerics: unchanged. Ensures: parameters and buffers are get_attr nodes by their names in `model`.
+    Raises `CaptureError`, with the source line that Dynamo names, for a model that is not one graph.
+    """
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            torch._dynamo.maybe_mark_dynamic(leaf, 0)
+    try:
+        exported, _ = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)(
+            *args, **kwargs
+        )
+    except Exception as error:
+        raise CaptureError(
+            f"Dynamo cannot capture {type(model).__name__} as one graph: {_first_lines(error)}\n"
+            "Fix: remove what it names from forward(), or compile the submodule that holds the convs and linears."
+        ) from error
+    exported = cast(fx.GraphModule, exported)
+    gm = graph_module_over(model, _renamed(exported, model), type(model).__name__)
+    for name, child in exported.named_children():
+        if any(node.target == name for node in gm.graph.nodes):
+            gm.__dict__["_modules"][name] = child  # bodies of higher-order operators
+    constants = _constants(exported, gm.graph)
+    if constants is not None:
+        gm.__dict__["_modules"]["_const"] = constants
+    gm.recompile()
+    return _stamp(gm, "capture_dynamo"), _holds_for_all_batches(exported)
+
+
+def _renamed(exported: fx.GraphModule, model: nn.Module) -> fx.Graph:
+    """The exported graph with each tensor attribute under the name it has in `model`, or under `_const.`."""
+    names: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        names.setdefault(id(tensor), name)
+    for node in exported.graph.nodes:
+        if node.op == "get_attr":
+            value = _attribute(exported, node.target)
+            if isinstance(value, torch.Tensor):
+                node.target = names.get(id(value), f"_const.{str(node.target).replace('.', '_')}")
+    return exported.graph
+
+
+def _constants(exported: fx.GraphModule, graph: fx.Graph) -> nn.Module | None:
+    """Tensors that Dynamo met outside the model's parameters and buffers, as buffers of one holder."""
+    holder = nn.Module()
+    flat = {name.replace(".", "_"): value for name, value in _tensor_attributes(exported)}
+    for node in graph.nodes:
+        if node.op == "get_attr" and str(node.target).startswith("_const."):
+            name = str(node.target).removeprefix("_const.")
+            holder.register_buffer(name, flat[name], persistent=False)
+    return holder if holder._buffers else None
+
+
+def _tensor_attributes(gm: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
+    plain = [(name, value) for name, value in vars(gm).items() if isinstance(value, torch.Tensor)]
+    return [*gm.named_buffers(), *gm.named_parameters(), *plain]
+
+
+def _attribute(root: nn.Module, target: Any) -> Any:
+    value: Any = root
+    for atom in str(target).split("."):
+        value = getattr(value, atom)
+    return value
+
+
+def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
+    """True if every tensor input kept a symbolic dimension 0 and no guard restricts it beyond "at least 2"."""
+    env = None
+    for node in exported.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        if not isinstance(value.shape[0], torch.SymInt):
+            return False
+        env = value.shape[0].node.shape_env
+    if env is None:
+        return False
+    return all(_is_lower_bound(guard.expr) for guard in env.guards)
+
+
+def _is_lower_bound(expr: Any) -> bool:
+    import sympy
+
+    if expr is sympy.true:
+        return True
+    # Dynamo always assumes sizes of at least 2; batches of 0 and 1 never reach the compiled program.
+    symbols = list(expr.free_symbols)
+    return len(symbols) == 1 and all(expr.subs(symbols[0], size) == sympy.true for size in (2, 3, 5, 64, 1009, 65536))
+
+
+def _stamp(gm: fx.GraphModule, origin: str) -> fx.GraphModule:
+    for node in gm.graph.nodes:
+        node.meta["origin"] = origin
+        node.meta["source"] = node_source(node)
+        # Readers of the graph want the line of the model, which is not the innermost one.
+        frames = user_frames(node)
+        node.stack_trace = "".join(f'  File "{frame}\n' for frame in frames[-1:]) or None
+    return gm
+
+
+def _first_lines(error: Exception, limit: int = 12) -> str:
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:limit])

@@ -1,0 +1,39 @@
+"""The example runs as printed in the README: a short run of it, in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_demo_learns_and_writes_its_files(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "1", "--backend", "reference"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "out"],
+        cwd=tmp_path,
+        # The demo must also run from a checkout that is not installed.
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+    assert "NOT differentially private" in done.stdout
+    (printed,) = re.findall(r"^Final test accuracy in full precision: ([\d.]+)%", done.stdout, re.MULTILINE)
+    assert float(printed) > 30, "one epoch should be far above chance, which is 10%"
+    (policy,) = re.findall(r"^ +1  (\S+)", done.stdout, re.MULTILINE)
+    assert policy.startswith("6of8:"), "a budget of 0.75 is six of the eight sites"
+    for site in ("stem", "block1.conv1", "block2.conv2", "fc2"):
+        assert site in done.stdout, f"explain() does not mention {site}"
+
+    assert (tmp_path / "out" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "out" / "graph.svg").read_text(encoding="utf-8")
+    assert "<html" in (tmp_path / "out" / "graph.html").read_text(encoding="utf-8").lower()
