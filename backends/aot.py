@@ -1,12 +1,16 @@
 """Whole-graph compilation on AOTAutograd, with the forward and backward graphs kept for reading."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 __all__ = ["AotGraph", "Recorder", "lower"]
@@ -33,13 +37,47 @@ class Recorder:
         self.graphs.append(AotGraph(kind, gm))
 
 
+@contextmanager
+def _sums_for_any_batch() -> Iterator[None]:
+    """Let Inductor's CPU code sum over a symbolic batch in one way for all sizes.
+
+    By itself it takes a cascade for sums over more than 4096 elements and a plain loop under that, and puts a guard on
+    the batch size to hold its choice; the next Poisson batch on the other side of it would recompile. The cascade
+    is right for all sizes, and the more accurate.
+    """
+    global _patched
+    with _PATCH_LOCK:
+        _patched += 1
+        CppKernel.need_use_acc_helper = _cascade_if_symbolic
+    try:
+        yield
+    finally:
+        with _PATCH_LOCK:
+            _patched -= 1
+            if _patched == 0:
+                CppKernel.need_use_acc_helper = _ORIGINAL
+
+
+_PATCH_LOCK = threading.Lock()
+_patched = 0
+_ORIGINAL = CppKernel.need_use_acc_helper
+
+
+def _cascade_if_symbolic(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
+    if reduction_type == "sum" and dtype == torch.float and self.call_ranges is not None:
+        if any(getattr(size, "free_symbols", None) for size in self.call_ranges[self.reduction_depth :]):
+            return True
+    return bool(_ORIGINAL(self, reduction_type, dtype, use_scalar))
+
+
 def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A Dynamo backend: AOTAutograd, then `inner` ("inductor" or "aot_eager"), recording both graphs."""
 
     def record_and_compile(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         recorder.add(kind, gm)
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+        with _sums_for_any_batch():
+            return compile_fx_inner(gm, example_inputs, **kwargs)
 
     def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = compile_fx(gm, example_inputs, inner_compile=record_and_compile)

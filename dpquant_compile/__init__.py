@@ -2,6 +2,7 @@
 
 from dpquant_compile import errors
 from dpquant_compile.api import compile
+from dpquant_compile.dynamo_backend import Session, sessions
 from dpquant_compile.formats import Format, format_names, get_format, register_format
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.packing import decode, encode, pack4, unpack4
@@ -15,6 +16,7 @@ __all__ = [
     "CompiledModule",
     "Format",
     "Policy",
+    "Session",
     "Site",
     "SiteTable",
     "__version__",
@@ -27,5 +29,6 @@ __all__ = [
     "pack4",
     "quantize",
     "register_format",
+    "sessions",
     "unpack4",
 ]

@@ -8,7 +8,7 @@ from torch import fx
 from dpquant_compile.passes.infra import PassResult
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["LINK_TABLE", "axes_of", "insert_switches", "site_arguments"]
+__all__ = ["LINK_TABLE", "axes_of", "insert_switches", "link_table", "site_arguments"]
 
 # The name under which the graph modules hold the table of policy, keys and sample ids.
 LINK_TABLE = "_dpq"
@@ -37,7 +37,10 @@ def insert_switches(gm: fx.GraphModule, *, rows: dict[str, int], recipe: str) ->
 
 
 def link_table(graph: fx.Graph, *names: str) -> list[fx.Node]:
-    """Nodes that read the link table, at the top of the graph."""
+    """Nodes that hold parts of the link table: inputs named dpq_policy and so on if the graph has them, else reads."""
+    given = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    if f"dpq_{names[0]}" in given:
+        return [given[f"dpq_{name}"] for name in names]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         return [graph.get_attr(f"{LINK_TABLE}.{name}") for name in names]

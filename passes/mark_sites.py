@@ -27,7 +27,8 @@ def mark_sites(gm: fx.GraphModule) -> PassResult:
         conv2d = F.conv2d(x, self.conv1.weight, …)   # meta["site"] = Site("conv1", "conv2d", …), meta["call"] = 0
 
     A layer that is called several times is one site; meta["call"] counts its calls. A site takes activations of the
-    batch and a weight that does not depend on the batch: only then may the weight share one scale.
+    batch and a weight that does not depend on the batch: only then may the weight share one scale. Inputs of the graph
+    are the batch, except those with meta["state"], the name of a parameter or buffer that Dynamo made an input.
     Requires: `canonicalize`. Ensures: nodes and edges are untouched (modified=False). Numerics: unchanged.
     """
     batch = _reached_from_inputs(gm.graph)
@@ -83,9 +84,8 @@ def _reached_from_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose value may depend on the batch; sizes do not count, since padding makes them public."""
     reached: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or (
-            not _is_size(node) and any(source in reached for source in node.all_input_nodes)
-        ):
+        given = node.op == "placeholder" and "state" not in node.meta
+        if given or (not _is_size(node) and any(source in reached for source in node.all_input_nodes)):
             reached.add(node)
     return reached
 
@@ -123,10 +123,6 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
     geometry = None
     if op != "linear" and all(isinstance(v, tuple | int) for v in node.args[3:]):
         geometry = ConvGeometry(*node.args[3:])
-    module_type = None
-    if parameter is not None:
-        owner = gm.get_submodule(parameter.rpartition(".")[0])
-        module_type = _public_type(owner) if isinstance(owner, (*SITE_MODULES, nn.MultiheadAttention)) else None
     shape = tuple(value.shape) if value is not None else None
     return Site(
         name=name,
@@ -137,17 +133,22 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
         weight_shape=shape,
         geometry=geometry,
         source=node_source(node),
-        module_type=module_type,
+        module_type=_module_type(node),
     )
 
 
-def _public_type(module: nn.Module) -> str:
-    """The torch.nn class of a module, also when it is parametrised or subclassed."""
-    return next(cls.__name__ for cls in (*SITE_MODULES, nn.MultiheadAttention) if isinstance(module, cls))
+def _module_type(node: fx.Node) -> str | None:
+    """The torch.nn class of the module that made a node, also when it is parametrised or subclassed."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    made_by = stack[-1][1] if stack and isinstance(stack[-1], tuple) else None
+    classes = (*SITE_MODULES, nn.MultiheadAttention)
+    return next((c.__name__ for c in classes if isinstance(made_by, type) and issubclass(made_by, c)), None)
 
 
 def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor | None]:
     """The parameter or buffer that `node` reads, by name, if it reads one and does not compute with it."""
+    if isinstance(node, fx.Node) and node.op == "placeholder" and "state" in node.meta:
+        return node.meta["state"], node.meta.get("example_value")
     if isinstance(node, fx.Node) and node.op == "get_attr":
         owner, _, attribute = str(node.target).rpartition(".")
         value = getattr(gm.get_submodule(owner), attribute)
@@ -189,4 +190,4 @@ def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skippe
 
 
 def _reads_parameter(node: fx.Node) -> bool:
-    return node.op == "get_attr" or any(_reads_parameter(source) for source in node.all_input_nodes)
+    return node.op == "get_attr" or "state" in node.meta or any(_reads_parameter(source) for source in node.all_input_nodes)

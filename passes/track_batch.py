@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,30 +43,31 @@ def track_batch(
     Requires: `mark_sites`; dimension 0 of the inputs is the batch. Ensures: nodes and edges are untouched.
     Numerics: unchanged; nothing is computed.
     """
-    actual = batch_size(args, kwargs)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = list(zip(placeholders, bind_inputs(gm, args, kwargs), strict=True))
+    actual = batch_size([value for node, value in inputs if "state" not in node.meta], {})
     probe = PROBE_BATCH if any_batch else actual
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), _Tracker(probe)
 
-    def fake(value: Any) -> Any:
+    def fake(value: Any, state: bool) -> Any:
+        if isinstance(value, torch.SymInt):
+            return int(value)
         if not isinstance(value, Tensor):
             return value
-        if value.dim() == 0 or value.shape[0] != actual:
-            return mode.from_tensor(value.detach(), static_shapes=True)
+        shape = [int(size) for size in value.shape]
+        batched = not state and value.dim() > 0 and shape[0] == actual
         with mode:
-            shape = (probe, *value.shape[1:])
-            return torch.empty(shape, dtype=value.dtype, device=value.device)
+            made = torch.empty([probe, *shape[1:]] if batched else shape, dtype=value.dtype, device=value.device)
+        if batched:
+            tracker.axes[made] = BatchAxis(0)
+        return made
 
-    fake_args, fake_kwargs = tree_map(fake, tuple(args)), tree_map(fake, dict(kwargs))
-    tracker = _Tracker(probe)
-    for leaf in tree_leaves((fake_args, fake_kwargs)):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == probe:
-            tracker.axes[leaf] = BatchAxis(0)
+    fakes = [tree_map(partial(fake, state="state" in node.meta), value) for node, value in inputs]
     # The model's tensors are swapped for fakes too: else a BatchNorm would count this run as a training step.
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
-    fakes = {name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()}
-    with mode, tracker, torch.no_grad(), _reparametrize_module(gm, fakes):
-        inputs = bind_inputs(gm, fake_args, fake_kwargs)
-        _Recorder(gm, tracker, actual).run(*inputs, enable_io_processing=False)
+    swapped = {name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()}
+    with mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
+        _Recorder(gm, tracker, actual).run(*fakes, enable_io_processing=False)
     return PassResult(gm, False)
 
 

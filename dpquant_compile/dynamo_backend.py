@@ -1,0 +1,152 @@
+"""`torch.compile(model, backend="dpquant", options={"budget": …})`: the same rewrite, inside Dynamo.
+
+Dynamo finds this function by the entry point group `torch_dynamo_backends`, without an import of this package.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dpquant_compile import pipeline
+from dpquant_compile.backends.aot import AotGraph, Recorder, lower
+from dpquant_compile.dispatch import Dispatcher
+from dpquant_compile.errors import CompileSpecError, listing
+from dpquant_compile.explain import Explanation, explain
+from dpquant_compile.passes.infra import PassRecord, graph_module_over, node_source
+from dpquant_compile.passes.mark_sites import collect_sites
+from dpquant_compile.passes.track_batch import batch_size
+from dpquant_compile.policy import Policy, draw_policy, resolve_budget
+from dpquant_compile.sites import SiteTable, select_sites
+from dpquant_compile.spec import CompileSpec
+
+__all__ = ["Session", "dpquant", "sessions"]
+
+_OPTIONS = ("budget", "format", "backend", "sites", "quantize_outputs", "recipe", "seed", "quantize_eval", "inner")
+_STATE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_LIVE: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
+
+
+class Session:
+    """The sites of one model, or of one part of it between graph breaks, under one `torch.compile` call.
+
+    When Dynamo compiles the same sites again, for another batch size or mode, the new program joins the session, so
+    its policy and step go on.
+    """
+
+    def __init__(self, options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> None:
+        names = sites.names
+        self.options = options
+        self.spec = spec
+        self.sites = sites
+        self.device = device
+        self.log: list[PassRecord] = []
+        self.recorder = Recorder()
+        first = draw_policy(resolve_budget(spec.budget, names), names, spec.seed)
+        self.dispatcher = Dispatcher(names, spec.seed, first)
+        self.graphs: list[fx.GraphModule] = []
+
+    @property
+    def policy(self) -> Policy:
+        return self.dispatcher.policy
+
+    def set_policy(self, policy: "str | Iterable[str]") -> Policy:
+        """Choose the sites to run in low precision from the next call on."""
+        return self.dispatcher.set_policy(policy)
+
+    @property
+    def compiled_graphs(self) -> tuple[AotGraph, ...]:
+        return tuple(self.recorder.graphs)
+
+    def explain(self) -> Explanation:
+        return explain(self.sites, self.policy, self.spec, self.device, True)
+
+
+def sessions() -> tuple[Session, ...]:
+    """What the torch.compile backend has compiled and is still in use, oldest first."""
+    return tuple(_LIVE[number] for number in sorted(_LIVE.keys()))
+
+
+def _session(options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> Session:
+    for session in sessions():
+        if session.options is options and session.sites.names == sites.names:
+            return session
+    session = Session(options, spec, sites, device)
+    _LIVE[max(_LIVE.keys(), default=0) + 1] = session
+    return session
+
+
+def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, **_: Any) -> Callable[..., Any]:
+    """A Dynamo backend that makes each conv and linear of the graph a switchable site.
+
+    `options` are the words of `dpquant_compile.compile`; `budget` must be among them. With gradients enabled the
+    sites of the policy run in low precision; under `torch.no_grad()` all run in full precision, unless
+    `quantize_eval` is set. A graph without convs and linears is compiled as it is.
+    """
+    spec, chosen = _read(options)
+    log: list[PassRecord] = []
+    graph = _prepare(gm)
+    graph = pipeline.canonical(graph, log)
+    graph = pipeline.tracked(graph, example_inputs, {}, False, log)
+    found = collect_sites(graph)
+    if not found:
+        return lower(spec.inner, Recorder())(gm, example_inputs) if spec.inner != "eager" else gm.forward
+    device = next((value.device for value in example_inputs if isinstance(value, Tensor)), torch.device("cpu"))
+    session = _session(options, spec, select_sites(found, chosen), device)
+    session.log += log
+    table, rows = session.dispatcher.table, {name: row for row, name in enumerate(session.sites.names)}
+    _add_inputs(graph)
+    switched = pipeline.rewritten(graph, table, rows, str(spec.recipe), log)
+    session.graphs.append(switched)
+    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = [i for i, node in enumerate(nodes) if "state" not in node.meta]
+    weights = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
+
+    def begin(args: Sequence[Any]) -> tuple[Any, ...]:
+        batch = batch_size([args[i] for i in inputs], {})
+        low = torch.is_grad_enabled() or spec.quantize_eval
+        parameters = [args[i] for i in weights] if torch.is_grad_enabled() else None
+        session.dispatcher.begin(batch=batch, device=device, low=low, parameters=parameters)
+        return (*args, table.policy, table.keys, table.samples)
+
+    if spec.inner == "eager":
+        return lambda *args: switched(*begin(args))
+    compiled = lower(spec.inner, session.recorder)(switched, [*example_inputs, *begin(example_inputs)[-3:]])
+    return lambda *args: compiled(*begin(args))
+
+
+def _read(options: Any) -> tuple[CompileSpec, Any]:
+    given = dict(options or {})
+    unknown = [key for key in given if key not in _OPTIONS]
+    if unknown or "budget" not in given:
+        wrong = f"unknown options {listing(unknown)}" if unknown else "the option 'budget' is missing"
+        raise CompileSpecError(
+            f"torch.compile(backend='dpquant'): {wrong}. Give options={{'budget': 0.75}}; options are {listing(_OPTIONS)}"
+        )
+    chosen = given.pop("sites", None)
+    return CompileSpec.build(**given), chosen
+
+
+def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph as a module of its own, with the names of parameters and buffers on the inputs that carry them."""
+    graph = graph_module_over(gm, gm.graph, "Graph")
+    for node in graph.graph.nodes:
+        node.meta["origin"] = "dynamo"
+        node.meta["source"] = node_source(node)
+        if node.op == "placeholder":
+            source = getattr(node.meta.get("grapharg"), "source", None)
+            names = _STATE.findall(getattr(source, "name", "") or "")
+            if names:
+                node.meta["state"] = ".".join(names)
+    return graph
+
+
+def _add_inputs(graph: fx.GraphModule) -> None:
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for name in ("samples", "keys", "policy"):
+        with graph.graph.inserting_after(last):
+            graph.graph.placeholder(f"dpq_{name}")
+    graph.recompile()
