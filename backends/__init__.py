@@ -4,7 +4,7 @@ if __name__ != "dpquant_compile.backends":
     raise ImportError("import dpquant_compile.backends, not the bare folder `backends`")
 
 # Backends register their kernels when imported; a new one is one file and one line here.
-from dpquant_compile.backends import reference  # noqa: E402, I001  (the reference comes first: others name it)
-from dpquant_compile.backends import compiled  # noqa: E402
+from dpquant_compile.backends import reference  # noqa: I001  (the reference comes first: others name it)
+from dpquant_compile.backends import compiled
 
 __all__ = ["compiled", "reference"]

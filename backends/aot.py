@@ -4,10 +4,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.codegen.cpp import CppKernel
@@ -48,25 +48,27 @@ def _sums_for_any_batch() -> Iterator[None]:
     global _patched
     with _PATCH_LOCK:
         _patched += 1
-        CppKernel.need_use_acc_helper = _cascade_if_symbolic
+        setattr(CppKernel, _CHOICE, _cascade_if_symbolic)
     try:
         yield
     finally:
         with _PATCH_LOCK:
             _patched -= 1
             if _patched == 0:
-                CppKernel.need_use_acc_helper = _ORIGINAL
+                setattr(CppKernel, _CHOICE, _ORIGINAL)
 
 
 _PATCH_LOCK = threading.Lock()
 _patched = 0
-_ORIGINAL = CppKernel.need_use_acc_helper
+_CHOICE = "need_use_acc_helper"
+_ORIGINAL: Callable[..., Any] = getattr(CppKernel, _CHOICE)
 
 
 def _cascade_if_symbolic(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
-    if reduction_type == "sum" and dtype == torch.float and self.call_ranges is not None:
-        if any(getattr(size, "free_symbols", None) for size in self.call_ranges[self.reduction_depth :]):
-            return True
+    reduced = (self.call_ranges or ())[self.reduction_depth :]
+    symbolic = any(getattr(size, "free_symbols", None) for size in reduced)
+    if reduction_type == "sum" and dtype == torch.float and symbolic:
+        return True
     return bool(_ORIGINAL(self, reduction_type, dtype, use_scalar))
 
 
@@ -80,8 +82,8 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled: Callable[..., Any] = compile_fx(gm, example_inputs, inner_compile=record_and_compile)
-        return compiled
+        compiled: Any = compile_fx(gm, example_inputs, inner_compile=record_and_compile)
+        return cast(Callable[..., Any], compiled)
 
     def keep(kind: str) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:

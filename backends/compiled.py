@@ -67,7 +67,8 @@ def _compile(fmt: str, batched: bool) -> Callable[..., Tensor]:
     def run(*inputs: Tensor) -> Tensor:
         with torch.no_grad():
             result = program(*inputs)
-        return result[0] if isinstance(result, list | tuple) else result
+        tensor: Tensor = result[0] if isinstance(result, list | tuple) else result
+        return tensor
 
     return run
 

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpquant_compile.backends.reference import REFERENCE, full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.reference import (
+    REFERENCE_SITE,
+    EmulatedSite,
+    full_forward,
+    full_grad_input,
+    full_grad_params,
+)
 from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
 from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["axis_list", "low_precision_site", "site_call"]
+__all__ = ["axis_list", "geometry_list", "low_precision_site", "site_call"]
 
 
 def axis_list(*axes: BatchAxis) -> list[int]:
@@ -25,7 +31,15 @@ def axis_list(*axes: BatchAxis) -> list[int]:
     return [value for axis in axes for value in (axis.dim, axis.outer, axis.inner)]
 
 
-def site_call(op: str, site: int, call: int, recipe: str, axes: Sequence[int], geometry: Sequence[int] = ()) -> SiteCall:
+def geometry_list(geometry: ConvGeometry | None) -> list[int]:
+    """Stride, padding, dilation and groups in a row; empty for a linear."""
+    g = geometry
+    return [] if g is None else [*g.stride, *g.padding, *g.dilation, g.groups]
+
+
+def site_call(
+    op: str, site: int, call: int, recipe: str, axes: Sequence[int], geometry: Sequence[int] = ()
+) -> SiteCall:
     """The `SiteCall` behind the plain arguments of an operator."""
     return _site_call(op, site, call, recipe, tuple(axes), tuple(geometry))
 
@@ -97,9 +111,12 @@ def _grad_params(
         return dw.contiguous(), db
     empty = weight.new_empty(0)
     dw = low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
+    return dw.contiguous(), _bias_grad(grad, call) if mask[1] else empty
+
+
+def _bias_grad(grad: Tensor, call: SiteCall) -> Tensor:
     features = grad.dim() - 1 if call.geometry is None else 1
-    db = grad.sum([d for d in range(grad.dim()) if d != features]) if mask[1] else empty
-    return dw.contiguous(), db
+    return grad.sum([d for d in range(grad.dim()) if d != features])
 
 
 @torch.library.custom_op("dpquant::site", mutates_args=())
@@ -206,7 +223,7 @@ def _fake_grad_params(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, policy, keys, samples, *rest = inputs
+    x, weight, _, policy, keys, samples, *rest = inputs
     ctx.save_for_backward(x, weight, policy, keys, samples)
     ctx.rest = rest
 
@@ -225,42 +242,89 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 site_forward.register_autograd(_backward, setup_context=_save)
 
 
+@torch.library.custom_op("dpquant::round_weight", mutates_args=())
+def round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
+    """A weight rounded as `dpquant::site` rounds it. One operator, since there is nothing around it to fuse with."""
+    spec = site_call("linear", site, 0, recipe, [0, 1, 1, 0, 1, 1])
+    chosen = choose_kernel(spec, weight.device).kernel.arithmetic
+    emulated = chosen if isinstance(chosen, EmulatedSite) else REFERENCE_SITE
+    return emulated.weight(weight, spec, Streams(keys, keys.new_zeros(0))).contiguous()
+
+
+@round_weight.register_fake
+def _fake_round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+@torch.library.custom_op("dpquant::sample_grad_sum", mutates_args=())
+def sample_grad_sum(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    samples: Tensor,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> Tensor:
+    """Σᵢ Q(dwᵢ) of rounded operands. One operator, since a loop over samples must stay out of a traced program."""
+    spec = site_call(op, site, call, recipe, axes, geometry)
+    return REFERENCE_SITE.summed_sample_grads(grad, x, weight, spec, _streams(keys, samples, x, spec.axis))
+
+
+@sample_grad_sum.register_fake
+def _fake_sample_grad_sum(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
 class _LowPrecisionSite(torch.autograd.Function):
-    """The quantized branch alone, in reference arithmetic, for graphs that are specialised to one policy."""
+    """The quantized branch alone, in reference arithmetic, for graphs that are specialised to one policy.
+
+    Rounded operands are kept for the backward pass, so that each is rounded once, in a loop that Inductor can fuse
+    with whatever produced the tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         keys, samples, *static = rest
-        ctx.save_for_backward(x, weight, keys, samples)
-        ctx.static = static
-        spec = _low_call(static)
-        return _forward(x, weight, bias, spec, _streams(keys, samples, x, spec.axis), REFERENCE.arithmetic)
+        op, site, call, geometry, axes, recipe = static
+        spec = site_call(op, site, call, recipe, axes, geometry)
+        streams = _streams(keys, samples, x, spec.axis)
+        rounded = REFERENCE_SITE.input(x, spec, streams)
+        rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
+        ctx.save_for_backward(rounded, rounded_weight, keys, samples)
+        ctx.spec, ctx.layout = spec, _layout(spec.op, x)
+        return REFERENCE_SITE.product(rounded, rounded_weight, bias, spec, streams).contiguous(memory_format=ctx.layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,) = grads
         x, weight, keys, samples = ctx.saved_tensors
-        need_x, *mask = ctx.needs_input_grad[:3]
-        spec = _low_call(ctx.static)
-        streams = _streams(keys, samples, x, spec.axis)
-        dx = _grad_input(grad, x, weight, spec, streams, REFERENCE.arithmetic) if need_x else None
-        dw = db = None
-        if spec.recipe.outputs == "all":
-            # A loop over samples, which must stay out of a traced program: the operator that keeps it whole.
-            on = torch.ones(spec.site + 1, dtype=torch.bool)
-            dw, db = torch.ops.dpquant.site_grad_params(grad, x, weight, on, keys, samples, *mask, *ctx.static)
-        elif any(mask):
-            dw, db = _grad_params(grad, x, weight, (mask[0], mask[1]), spec, streams, REFERENCE.arithmetic)
-        return (dx, dw if mask[0] else None, db if mask[1] else None, *[None] * (2 + len(ctx.static)))
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        spec, streams = ctx.spec, _streams(keys, samples, x, ctx.spec.axis)
+        grad = REFERENCE_SITE.grad(grads[0], spec, streams)
+        dx = dw = db = None
+        if need_x:
+            dx = REFERENCE_SITE.product_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
+        if need_weight and spec.recipe.outputs == "all":
+            dw = torch.ops.dpquant.sample_grad_sum(grad, x, weight, keys, samples, *_plain(spec))
+        elif need_weight:
+            dw = REFERENCE_SITE.product_grad_weight(grad, x, weight, spec, streams)
+        if need_bias:
+            db = _bias_grad(grads[0], spec)
+        return (dx, dw, db, *[None] * 8)
 
 
-def _low_call(static: Sequence[Any]) -> SiteCall:
-    op, site, call, geometry, axes, recipe = static
-    return site_call(op, site, call, recipe, axes, geometry)
+def _plain(call: SiteCall) -> tuple[Any, ...]:
+    """The arguments that `site_call` makes `call` of."""
+    geometry = geometry_list(call.geometry)
+    return call.op, call.site, call.call, geometry, axis_list(call.axis, call.output_axis), str(call.recipe)
 
 
 # Kept as one call by Dynamo and traced through by AOTAutograd: its Python is not for Dynamo, its operations fuse.
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def low_precision_site(
     x: Tensor,
     weight: Tensor,
@@ -275,6 +339,7 @@ def low_precision_site(
     recipe: str,
 ) -> Tensor:
     """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
-    result = _LowPrecisionSite.apply(x, weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
+    apply: Any = _LowPrecisionSite.apply
+    result = apply(x, weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
     assert isinstance(result, Tensor)
     return result

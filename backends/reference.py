@@ -22,7 +22,7 @@ from dpquant_compile.bits import ROLES, fold
 from dpquant_compile.quantize import quantize_values, to_samples
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["EmulatedSite", "Quantizer", "full_forward", "full_grad_input", "full_grad_params"]
+__all__ = ["REFERENCE_SITE", "EmulatedSite", "Quantizer", "full_forward", "full_grad_input", "full_grad_params"]
 
 Quantizer = Callable[[Tensor, str, Tensor, Tensor, BatchAxis | None, int], Tensor]
 _CONVS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
@@ -77,29 +77,34 @@ class EmulatedSite:
     quantizer: Quantizer
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
-        y = full_forward(call.op, call.geometry, self._input(x, call, streams), self._weight(weight, call, streams), None)
-        if bias is not None:
-            y = y + (bias if call.geometry is None else bias.view(-1, *(1 for _ in call.geometry.stride)))
-        if call.recipe.outputs != "none":
-            y = self._activation(y, "output", call, streams, call.output_axis)
-        return y
+        return self.product(self.input(x, call, streams), self.weight(weight, call, streams), bias, call, streams)
 
     def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        rounded = self._grad(grad, call, streams)
-        dx = full_grad_input(call.geometry, rounded, x, self._weight(weight, call, streams))
-        if call.recipe.outputs != "none":
-            dx = self._activation(dx, "grad_input", call, streams, call.axis)
-        return dx
+        grad, weight = self.grad(grad, call, streams), self.weight(weight, call, streams)
+        return self.product_grad_input(grad, x, weight, call, streams)
 
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        rounded_grad, rounded_x = self._grad(grad, call, streams), self._input(x, call, streams)
-        if call.recipe.outputs != "all":
-            return full_grad_params(call.geometry, rounded_grad, rounded_x, weight, (True, False))[0]
-        return self._summed_sample_grads(rounded_grad, rounded_x, weight, call, streams)
+        grad, x = self.grad(grad, call, streams), self.input(x, call, streams)
+        return self.product_grad_weight(grad, x, weight, call, streams)
 
-    def _summed_sample_grads(
-        self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams
-    ) -> Tensor:
+    # The products of operands that are rounded already
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
+        y = full_forward(call.op, call.geometry, x, weight, None)
+        if bias is not None:
+            y = y + (bias if call.geometry is None else bias.view(-1, *(1 for _ in call.geometry.stride)))
+        return y if call.recipe.outputs == "none" else self._activation(y, "output", call, streams, call.output_axis)
+
+    def product_grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        dx = full_grad_input(call.geometry, grad, x, weight)
+        return dx if call.recipe.outputs == "none" else self._activation(dx, "grad_input", call, streams, call.axis)
+
+    def product_grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        if call.recipe.outputs == "all":
+            return self.summed_sample_grads(grad, x, weight, call, streams)
+        return full_grad_params(call.geometry, grad, x, weight, (True, False))[0]
+
+    def summed_sample_grads(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         """Σᵢ Q(dwᵢ): one sample's gradient at a time, so that no [batch, weight] tensor is ever held."""
         total = torch.zeros_like(weight)
         key = _key("grad_weight", call, streams)
@@ -114,31 +119,34 @@ class EmulatedSite:
             total += self.quantizer(dw[None], call.recipe.format, key, ids, BatchAxis(0), dim + 1)[0]
         return total
 
-    def _input(self, x: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+    # Rounding
+
+    def input(self, x: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         return self._activation(x, "input", call, streams, call.axis)
 
-    def _grad(self, grad: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+    def grad(self, grad: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         return self._activation(grad, "grad_output", call, streams, call.output_axis)
 
-    def _activation(self, x: Tensor, role: str, call: SiteCall, streams: Streams, axis: BatchAxis) -> Tensor:
-        features = -1 if call.geometry is None else 1
-        return self.quantizer(x, call.recipe.format, _key(role, call, streams), streams.samples, axis, features)
-
-    def _weight(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+    def weight(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         # Weights are already private, so they alone may share one scale; their bits do not depend on the call.
         key = streams.keys[call.site, ROLES.index("weight")]
         only = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return self.quantizer(weight, call.recipe.format, key, only, None, 1)
+
+    def _activation(self, x: Tensor, role: str, call: SiteCall, streams: Streams, axis: BatchAxis) -> Tensor:
+        features = -1 if call.geometry is None else 1
+        return self.quantizer(x, call.recipe.format, _key(role, call, streams), streams.samples, axis, features)
 
 
 def _key(role: str, call: SiteCall, streams: Streams) -> Tensor:
     return fold(streams.keys[call.site, ROLES.index(role)], call.call)
 
 
+REFERENCE_SITE = EmulatedSite(quantize_values)
 REFERENCE = register_kernel(
     Kernel(
         backend="reference",
-        arithmetic=EmulatedSite(quantize_values),
+        arithmetic=REFERENCE_SITE,
         supports=lambda call, device: None,
         native=False,
         reference=None,

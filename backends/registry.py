@@ -105,7 +105,7 @@ def choose_kernel(call: SiteCall, device: torch.device) -> Choice:
     if asked not in backend_names():
         raise KernelError(f"no backend is named {asked!r}. Choose one of: {listing(backend_names())}")
     ranked = sorted(_KERNELS.values(), key=lambda kernel: -kernel.priority)
-    reasons = []
+    reasons: list[tuple[str, str]] = []
     for kernel in ranked if asked == "auto" else [_KERNELS[asked]]:
         reason = kernel.supports(call, device)
         if reason is None:

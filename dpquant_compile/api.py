@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from dpquant_compile.errors import CompileSpecError
@@ -60,6 +59,8 @@ def compile(
     )
     compiled = CompiledModule(model, spec, sites)
     if example_inputs is not None:
-        named = isinstance(example_inputs, Mapping)
-        compiled.capture(*([] if named else example_inputs), **(example_inputs if named else {}))
+        if isinstance(example_inputs, Mapping):
+            compiled.capture(**example_inputs)
+        else:
+            compiled.capture(*example_inputs)
     return compiled

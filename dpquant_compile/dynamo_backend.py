@@ -124,7 +124,8 @@ def _read(options: Any) -> tuple[CompileSpec, Any]:
     if unknown or "budget" not in given:
         wrong = f"unknown options {listing(unknown)}" if unknown else "the option 'budget' is missing"
         raise CompileSpecError(
-            f"torch.compile(backend='dpquant'): {wrong}. Give options={{'budget': 0.75}}; options are {listing(_OPTIONS)}"
+            f"torch.compile(backend='dpquant'): {wrong}. Give options={{'budget': 0.75}}; "
+            f"options are {listing(_OPTIONS)}"
         )
     chosen = given.pop("sites", None)
     return CompileSpec.build(**given), chosen

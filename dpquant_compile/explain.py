@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dpquant_compile.backends.ops import site_call
+from dpquant_compile.backends.ops import axis_list, geometry_list, site_call
 from dpquant_compile.backends.registry import Choice, choose_kernel
 from dpquant_compile.policy import Policy
-from dpquant_compile.sites import Site, SiteTable
+from dpquant_compile.sites import BatchAxis, Site, SiteTable
 from dpquant_compile.spec import CompileSpec
 
 __all__ = ["Explanation", "Row", "explain", "kernel_of"]
@@ -46,7 +46,9 @@ class Explanation:
         widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head) - 1)]
 
         def text(line: tuple[str, ...]) -> str:
-            return "  ".join([cell.ljust(width) for cell, width in zip(line, widths, strict=False)] + [line[-1]]).rstrip()
+            return "  ".join(
+                [cell.ljust(width) for cell, width in zip(line, widths, strict=False)] + [line[-1]]
+            ).rstrip()
 
         rule = "  ".join("─" * width for width in widths) + "  ────"
         return "\n".join([self.title, text(head), rule, *map(text, body)])
@@ -56,9 +58,8 @@ class Explanation:
 
 def kernel_of(site: Site, spec: CompileSpec, device: torch.device) -> Choice:
     """The kernel that runs `site` in low precision."""
-    g = site.geometry
-    geometry = [] if g is None else [*g.stride, *g.padding, *g.dilation, g.groups]
-    call = site_call(site.op, site.index, 0, str(spec.recipe), [0, 1, 1, 0, 1, 1], geometry)
+    axes = axis_list(BatchAxis(0), BatchAxis(0))
+    call = site_call(site.op, site.index, 0, str(spec.recipe), axes, geometry_list(site.geometry))
     return choose_kernel(call, device)
 
 
@@ -73,11 +74,14 @@ def explain(sites: SiteTable, policy: Policy, spec: CompileSpec, device: torch.d
         note = "; ".join(part for part in (choice.kernel.note if low else "", passed if low else "") if part)
         shape = "×".join(map(str, site.weight_shape)) if site.weight_shape else "?"
         kernel = str(choice) if low else "torch (full precision)"
-        rows.append(Row(site.name, site.op, shape, "low" if low else "full", kernel, low and choice.kernel.native, note))
+        rows.append(
+            Row(site.name, site.op, shape, "low" if low else "full", kernel, low and choice.kernel.native, note)
+        )
     for skip in sites.skipped:
         where = f" [{skip.source}]" if skip.source else ""
         kernel = "torch (full precision)"
         rows.append(Row(skip.name, skip.op, "", "skipped", kernel, False, skip.reason + where))
     mode = "train()" if training else "eval(), quantized" if spec.quantize_eval else "eval(): full precision"
-    title = f"{len(policy)} of {len(sites)} sites in {spec.recipe.format}, outputs {spec.recipe.outputs!r}, {mode}, on {device}"
+    what = f"{spec.recipe.format}, outputs {spec.recipe.outputs!r}"
+    title = f"{len(policy)} of {len(sites)} sites in {what}, {mode}, on {device}"
     return Explanation(title, tuple(rows))

@@ -68,7 +68,7 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = batch_size(args, kwargs)
         program = self._programs.get(args, kwargs, batch)

@@ -47,7 +47,12 @@ def rewritten(
 
 
 def specialised(
-    gm: fx.GraphModule, table: nn.Module, policy: frozenset[str], rows: dict[str, int], recipe: str, log: list[PassRecord]
+    gm: fx.GraphModule,
+    table: nn.Module,
+    policy: frozenset[str],
+    rows: dict[str, int],
+    recipe: str,
+    log: list[PassRecord],
 ) -> fx.GraphModule:
     """The graph for one policy."""
     step = partial(specialize, policy=policy, rows=rows, recipe=recipe)

@@ -48,7 +48,7 @@ class Policy(frozenset[str]):
         return f"{len(self)}of{len(self.universe)}:{bits:x}"
 
     def __repr__(self) -> str:
-        return f"Policy({str(self)}: {listing([n for n in self.universe if n in self], 8)})"
+        return f"Policy({self!s}: {listing([n for n in self.universe if n in self], 8)})"
 
 
 def resolve_policy(policy: "str | Iterable[str]", universe: Sequence[str]) -> Policy:
@@ -72,11 +72,13 @@ def resolve_budget(budget: float, universe: Sequence[str]) -> int:
     have = f"The model has n = {n} sites: {listing(universe)}." if n else "The model has n = 0 sites."
     if n == 0:
         raise BudgetError(
-            f"budget={budget!r}: there is nothing to quantize. {have} A site is a conv or a linear that `sites=` selects; "
-            "explain() lists what was skipped, and why."
+            f"budget={budget!r}: there is nothing to quantize. {have} A site is a conv or a linear that `sites=` "
+            "selects; explain() lists what was skipped, and why."
         )
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
-        raise BudgetError(f"budget={budget!r} is a {type(budget).__name__}; give an int from 0 to n or a fraction. {have}")
+        raise BudgetError(
+            f"budget={budget!r} is a {type(budget).__name__}; give an int from 0 to n or a fraction. {have}"
+        )
     if isinstance(budget, numbers.Integral):
         if not 0 <= int(budget) <= n:
             raise BudgetError(f"budget={budget!r} is not between 0 and n. {have}")

@@ -57,7 +57,7 @@ class Programs:
         self.log: list[PassRecord] = []
         self.recorder = Recorder()
         self._link = link
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._traced: dict[Hashable, fx.GraphModule | CaptureError] = {}
         self.latest: Program | None = None
 
@@ -112,8 +112,8 @@ class Programs:
             captured, any_batch = capture_dynamo(self.original, args, kwargs)
             gm = pipeline.canonical(captured, self.log)
         gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
-        for (other, *_), program in self._programs.items() if traced else ():
-            if other == mode and _axes(program.base) == _axes(gm):
+        for key, program in self._programs.items() if traced else ():
+            if key[0] == mode and _axes(program.base) == _axes(gm):
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
         switched = pipeline.rewritten(gm, table, rows, str(self.spec.recipe), self.log)

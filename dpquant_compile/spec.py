@@ -61,7 +61,9 @@ class CompileSpec:
             if value is None:
                 continue
             if recipe is not None and value != chosen[key]:
-                raise CompileSpecError(f"recipe={recipe!r} sets {word}={chosen[key]!r}; {word}={value!r} contradicts it")
+                raise CompileSpecError(
+                    f"recipe={recipe!r} sets {word}={chosen[key]!r}; {word}={value!r} contradicts it"
+                )
             chosen[key] = value
         if inner is None:
             inner = "eager" if backend == "reference" else "inductor"

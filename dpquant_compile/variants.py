@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpquant_compile import pipeline
@@ -65,7 +65,7 @@ class _Variant:
             ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
             wanted = [tensor for tensor in copies if tensor.requires_grad]
             if ends and wanted:
-                torch.autograd.grad(sum(end.sum() for end in ends), wanted, allow_unused=True)
+                torch.autograd.grad([end.sum() for end in ends], wanted, allow_unused=True)
 
     def _unflatten(self, outputs: Any) -> Any:
         return self.owner.graph._codegen.process_outputs(outputs)
@@ -147,15 +147,40 @@ class VariantCache:
         keys = {name: block_key(block) for name, block in _children(variant.graph)}
         if len({*self._blocks, *keys.values()}) > self.block_limit:
             return
-        for name, key in keys.items():
+        for name, block in _children(variant.graph):
+            key = keys[name]
             if key not in self._blocks:
-                self._blocks[key] = programs.compile(variant.graph.get_submodule(name))
-            setattr(variant.graph, name, self._blocks[key])
+                self._blocks[key] = programs.compile(block)
+            setattr(variant.graph, name, _Block(self._blocks[key], _batch_dims(variant.graph, name)))
         variant.warm_up(program.example)
         with self._lock:
             self._ready[(id(program), policy)] = variant
             while len(self._ready) > self.limit:
                 self._ready.popitem(last=False)
+
+
+class _Block(nn.Module):
+    """A compiled block, which tells Dynamo where the batch lies in what it is given."""
+
+    def __init__(self, call: Callable[..., Any], batch_dims: tuple[tuple[int, int], ...]) -> None:
+        super().__init__()
+        self.__dict__["call"] = call
+        self.batch_dims = batch_dims
+
+    def forward(self, *inputs: Any) -> Any:
+        for position, dim in self.batch_dims:
+            torch._dynamo.maybe_mark_dynamic(inputs[position], dim)
+        return self.__dict__["call"](*inputs)
+
+
+def _batch_dims(graph: fx.GraphModule, name: str) -> tuple[tuple[int, int], ...]:
+    call = next(node for node in graph.graph.nodes if node.op == "call_module" and node.target == name)
+    block = graph.get_submodule(name)
+    assert isinstance(block, fx.GraphModule)
+    inputs = [node for node in block.graph.nodes if node.op == "placeholder"]
+    axes = [node.meta.get("batch_axis") for node in inputs]
+    assert len(inputs) == len(call.args)
+    return tuple((position, axis.dim) for position, axis in enumerate(axes) if axis is not None)
 
 
 def _children(graph: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -109,7 +109,6 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"Dynamo cannot capture {type(model).__name__} as one graph: {_first_lines(error)}\n"
             "Fix: remove what it names from forward(), or compile the submodule that holds the convs and linears."
         ) from error
-    exported = cast(fx.GraphModule, exported)
     gm = graph_module_over(model, _renamed(exported, model), type(model).__name__)
     for name, child in exported.named_children():
         if any(node.target == name for node in gm.graph.nodes):
@@ -190,7 +189,9 @@ def _stamp(gm: fx.GraphModule, origin: str) -> fx.GraphModule:
         node.meta["source"] = node_source(node)
         # Readers of the graph want the line of the model, which is not the innermost one.
         frames = user_frames(node)
-        node.stack_trace = "".join(f'  File "{frame}\n' for frame in frames[-1:]) or None
+        node.meta.pop("stack_trace", None)
+        if frames:
+            node.stack_trace = f'  File "{frames[-1]}\n'
     return gm
 
 

@@ -140,8 +140,9 @@ def _inline(
             new.meta |= {"source": node.meta.get("source"), "nn_module_stack": node.meta.get("nn_module_stack")}
     for user in list(node.users):
         index = user.args[1] if len(user.args) > 1 else None
-        if getattr(user.target, "__name__", "") == "getitem" and isinstance(index, int) and parts[index] is not None:
-            user.replace_all_uses_with(parts[index])
+        part = parts[index] if isinstance(index, int) and getattr(user.target, "__name__", "") == "getitem" else None
+        if part is not None:
+            user.replace_all_uses_with(part)
             graph.erase_node(user)
     node.replace_all_uses_with(whole)
     graph.erase_node(node)
@@ -169,9 +170,7 @@ def _attend(
         value = torch.cat([value, weights["bias_v"].repeat(1, batch, 1)])
         extra += 1
     head = spec.width // spec.heads
-    query, key, value = (
-        x.view(x.size(0), batch * spec.heads, head).transpose(0, 1) for x in (query, key, value)
-    )
+    query, key, value = (x.view(x.size(0), batch * spec.heads, head).transpose(0, 1) for x in (query, key, value))
     if spec.zero_attention:
         key = torch.cat([key, torch.zeros_like(key[:, :1])], dim=1)
         value = torch.cat([value, torch.zeros_like(value[:, :1])], dim=1)
@@ -204,7 +203,7 @@ def _attend(
 def _project_inputs(
     spec: _Attention, inputs: list[Any], shared: tuple[bool, bool], weights: dict[str, Any]
 ) -> tuple[Any, Any, Any]:
-    query, key, value = inputs
+    query, key, _ = inputs
     bias = weights.get("in_proj_bias")
     if "in_proj_weight" not in weights:
         biases = bias.chunk(3) if bias is not None else (None, None, None)
@@ -233,7 +232,7 @@ def _project_inputs(
 
 
 def _site(spec: _Attention, name: str, x: Any, weight: Any, bias: Any) -> Any:
-    y = F.linear(x, weight, bias)
+    y: Any = F.linear(x, weight, bias)
     y.node.meta["site_hint"] = f"{spec.owner}.{name}"
     return y
 

@@ -17,7 +17,10 @@ __all__ = ["functionalize"]
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"i{name}"): getattr(operator, plain)
     for name, plain in {
-        **{n: n for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "xor")},
+        **{
+            n: n
+            for n in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "xor")
+        },
         "and": "and_",
         "or": "or_",
     }.items()
@@ -90,6 +93,7 @@ def _rewrite(node: fx.Node, target: fx.Node) -> fx.Node:
         node.target = _OPERATORS[node.target]
         return node
     if node.op == "call_function" and _inplace_argument(node):
+        assert callable(node.target)
         bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
         bound.arguments["inplace"] = False
         node.args, node.kwargs = bound.args, bound.kwargs
@@ -99,7 +103,12 @@ def _rewrite(node: fx.Node, target: fx.Node) -> fx.Node:
         return node
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     plain = str(name).removesuffix("_")
-    if node.target is not operator.setitem and name != "__setitem__" and plain != "copy" and hasattr(torch.Tensor, plain):
+    if (
+        node.target is not operator.setitem
+        and name != "__setitem__"
+        and plain != "copy"
+        and hasattr(torch.Tensor, plain)
+    ):
         if node.op == "call_function":
             node.op = "call_method"
         node.target = plain

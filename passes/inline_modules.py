@@ -77,8 +77,10 @@ def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> bool:
             if new.op == "get_attr":
                 new.target = f"{node.target}.{new.target}"
                 new._rename(str(new.target).replace(".", "_"))
-            new.stack_trace = node.stack_trace
-            new.meta |= {key: node.meta.get(key) for key in ("source", "nn_module_stack")}
+            new.meta.pop("stack_trace", None)  # lines of torch.nn, where the reader wants the model's
+            new.meta |= {
+                key: node.meta[key] for key in ("source", "nn_module_stack", "stack_trace") if key in node.meta
+            }
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from dpquant_compile.backends.ops import axis_list, geometry_list
 from dpquant_compile.passes.infra import PassResult
-from dpquant_compile.sites import BatchAxis, ConvGeometry
+from dpquant_compile.sites import BatchAxis
 
 __all__ = ["LINK_TABLE", "axes_of", "insert_switches", "link_table", "site_arguments"]
 
@@ -54,16 +55,11 @@ def axes_of(node: fx.Node) -> tuple[BatchAxis, BatchAxis]:
 def site_arguments(node: fx.Node, row: int, recipe: str) -> dict[str, Any]:
     """The static arguments of a site's operator, for a node that is still `F.convNd` or `F.linear`."""
     site = node.meta["site"]
-    geometry: list[int] = []
-    if site.geometry is not None:
-        g = ConvGeometry(*node.args[3:])
-        geometry = [*g.stride, *g.padding, *g.dilation, g.groups]
-    axes = [value for axis in axes_of(node) for value in (axis.dim, axis.outer, axis.inner)]
     return {
         "op": site.op,
         "site": row,
         "call": node.meta["call"],
-        "geometry": geometry,
-        "axes": axes,
+        "geometry": geometry_list(site.geometry),
+        "axes": axis_list(*axes_of(node)),
         "recipe": recipe,
     }

@@ -122,7 +122,8 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
         name = f"{name}.{node.name}"
     geometry = None
     if op != "linear" and all(isinstance(v, tuple | int) for v in node.args[3:]):
-        geometry = ConvGeometry(*node.args[3:])
+        stride, padding, dilation, groups = node.args[3:]
+        geometry = ConvGeometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
     shape = tuple(value.shape) if value is not None else None
     return Site(
         name=name,
@@ -185,9 +186,15 @@ def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skippe
     elif op_name(node).removesuffix("_") in _PRODUCTS or node.target is operator.matmul:
         fixed = [s for s in node.all_input_nodes if s not in batch and _reads_parameter(s)]
         if fixed and any(s in batch for s in node.all_input_nodes):
-            reason = f"a {op_name(node)} with a parameter is no linear; write it as F.linear or nn.Linear to quantize it"
+            reason = (
+                f"a {op_name(node)} with a parameter is no linear; write it as F.linear or nn.Linear to quantize it"
+            )
     return None if reason is None else Skipped(name, op_name(node), reason, node_source(node))
 
 
 def _reads_parameter(node: fx.Node) -> bool:
-    return node.op == "get_attr" or "state" in node.meta or any(_reads_parameter(source) for source in node.all_input_nodes)
+    return (
+        node.op == "get_attr"
+        or "state" in node.meta
+        or any(_reads_parameter(source) for source in node.all_input_nodes)
+    )

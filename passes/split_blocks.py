@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, cast
 
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
@@ -49,7 +50,7 @@ def lift_tensors(gm: fx.GraphModule, shape_of: Callable[[str], tuple[int, ...]])
         if node in values or node.op == "get_attr":
             continue
         if node.target is low_precision_site:
-            x, weight, bias, _, samples = (values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args)
+            x, weight, bias, _, samples = (values.get(arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
             arguments = (x, weight, bias, rows[int(str(node.kwargs["site"]))], samples)
             values[node] = graph.call_function(low_precision_site, arguments, {**node.kwargs, "site": 0})
             values[node].meta = dict(node.meta)
@@ -79,7 +80,7 @@ def block_key(block: fx.GraphModule) -> str:
     lines = []
     for node in block.graph.nodes:
         target = node.op if node.op in ("placeholder", "output") else f"{node.op} {node.target}"
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Name(index[n]))
+        arguments: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: cast(Any, _Name(index[n])))
         shape = node.meta.get("shape", "")
         lines.append(f"{index[node]} = {target} {arguments if node.op != 'placeholder' else ''} {shape}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -37,9 +37,10 @@ def track_batch(
 ) -> PassResult:
     """Run the graph on fake tensors of the call's shapes and write what is learnt into node.meta.
 
-    Sets meta["shape"] (with the call's batch size) on nodes with tensor outputs; on site nodes meta["axis"], the
-    `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A site whose batch
-    cannot be followed becomes a meta["skipped"] with the reason: quantizing it could give one scale to many samples.
+    Sets meta["shape"] (with the call's batch size) and meta["batch_axis"] on nodes with tensor outputs; on site nodes
+    meta["axis"], the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A
+    site whose batch cannot be followed becomes a meta["skipped"] with the reason: quantizing it could give one scale
+    to many samples.
     Requires: `mark_sites`; dimension 0 of the inputs is the batch. Ensures: nodes and edges are untouched.
     Numerics: unchanged; nothing is computed.
     """
@@ -65,7 +66,9 @@ def track_batch(
     fakes = [tree_map(partial(fake, state="state" in node.meta), value) for node, value in inputs]
     # The model's tensors are swapped for fakes too: else a BatchNorm would count this run as a training step.
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
-    swapped = {name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()}
+    swapped: dict[str, Tensor] = {
+        name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
+    }
     with mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
         _Recorder(gm, tracker, actual).run(*fakes, enable_io_processing=False)
     return PassResult(gm, False)
@@ -75,7 +78,7 @@ class _Tracker(TorchDispatchMode):
     """Keeps the batch axis of every tensor that an operator makes."""
 
     def __init__(self, batch: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.batch = batch
         self.axes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -118,6 +121,7 @@ class _Recorder(fx.Interpreter):
         if isinstance(result, Tensor):
             axis = self.tracker.axis_of(result)
             n.meta["shape"] = self._shape(result, axis)
+            n.meta["batch_axis"] = axis if isinstance(axis, BatchAxis) else None
             if "site" in n.meta:
                 self._record_site(n, result, axis)
         return result
@@ -130,16 +134,17 @@ class _Recorder(fx.Interpreter):
 
     def _record_site(self, node: fx.Node, result: Tensor, output_axis: Axis) -> None:
         site: Site = node.meta["site"]
-        x = self.env[node.args[0]]
+        x, weight = (self.env[arg] for arg in node.args[:2] if isinstance(arg, fx.Node))
         axis = self.tracker.axis_of(x)
         if not isinstance(axis, BatchAxis) or not isinstance(output_axis, BatchAxis):
             lost = axis if not isinstance(axis, BatchAxis) else output_axis
             why = lost.reason if isinstance(lost, Lost) else "its input does not carry the batch"
-            node.meta["skipped"] = Skipped(site.name, site.op, f"samples cannot be told apart here: {why}", node_source(node))
+            node.meta["skipped"] = Skipped(
+                site.name, site.op, f"samples cannot be told apart here: {why}", node_source(node)
+            )
             del node.meta["site"]
             return
         node.meta["axis"], node.meta["output_axis"] = axis, output_axis
-        weight = self.env[node.args[1]]
         per_output = 2 * weight.numel() // weight.shape[0]
         per_sample = result.numel() // self.tracker.batch
         node.meta["site"] = replace(
@@ -149,4 +154,3 @@ class _Recorder(fx.Interpreter):
             weight_shape=tuple(int(size) for size in weight.shape),
             flops=per_output * per_sample,
         )
-
