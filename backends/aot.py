@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -82,7 +83,10 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled: Any = compile_fx(gm, example_inputs, inner_compile=record_and_compile)
+        # AOTAutograd's own cache would skip the graphs that are to be read. Inductor's cache, which saves the long part
+        # of a compilation between runs, stays on.
+        with functorch_config.patch(enable_autograd_cache=False):
+            compiled: Any = compile_fx(gm, example_inputs, inner_compile=record_and_compile)
         return cast(Callable[..., Any], compiled)
 
     def keep(kind: str) -> Callable[[fx.GraphModule, Any], Callable[..., Any]]:
