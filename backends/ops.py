@@ -3,6 +3,9 @@
 `policy` is a bool per site, on the CPU. A compiled program holds these operators whole, so the policy is data to it:
 changing the table changes what runs next and compiles nothing. Forward and backward get the same table and the
 same keys as inputs, so a policy that is set between the two does not tear a step apart.
+
+A site computes in the dtype of its weight. Under autocast that is still so: other operators around it may hand it
+activations of less precision, and it takes them.
 """
 
 from collections.abc import Sequence
@@ -80,6 +83,7 @@ def _streams(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Strea
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
+    x = x.to(weight.dtype)
     if low is None:
         y = full_forward(call.op, call.geometry, x, weight, bias)
     else:
@@ -90,11 +94,12 @@ def _forward(
 def _grad_input(
     grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
+    like = x.to(weight.dtype)
     if low is None:
-        dx = full_grad_input(call.geometry, grad, x, weight)
+        dx = full_grad_input(call.geometry, grad, like, weight)
     else:
-        dx = low.grad_input(grad, x, weight, call, streams)
-    return dx.contiguous(memory_format=_layout(call.op, x))
+        dx = low.grad_input(grad, like, weight, call, streams)
+    return dx.to(x.dtype).contiguous(memory_format=_layout(call.op, x))
 
 
 def _grad_params(
@@ -106,6 +111,7 @@ def _grad_params(
     streams: Streams,
     low: Arithmetic | None,
 ) -> tuple[Tensor, Tensor]:
+    x = x.to(weight.dtype)
     if low is None:
         dw, db = full_grad_params(call.geometry, grad, x, weight, mask)
         return dw.contiguous(), db
@@ -194,7 +200,7 @@ def site_grad_params(
 def _fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
     op, _, _, geometry, axes, recipe = rest[-6:]
     if op == "linear":
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+        return weight.new_empty((*x.shape[:-1], weight.shape[0]))
     # Not torch's own shape function: its choice of algorithm puts guards on the batch size.
     g = site_call(op, 0, 0, recipe, axes, geometry).geometry
     assert g is not None
@@ -203,7 +209,7 @@ def _fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
         for d in range(len(g.stride))
     ]
     return torch.empty(
-        (x.shape[0], weight.shape[0], *spatial), dtype=x.dtype, device=x.device, memory_format=_layout(op, x)
+        (x.shape[0], weight.shape[0], *spatial), dtype=weight.dtype, device=x.device, memory_format=_layout(op, x)
     )
 
 
@@ -340,6 +346,6 @@ def low_precision_site(
 ) -> Tensor:
     """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
     apply: Any = _LowPrecisionSite.apply
-    result = apply(x, weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
+    result = apply(x.to(weight.dtype), weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
     assert isinstance(result, Tensor)
     return result

@@ -42,7 +42,8 @@ class CompiledModule(nn.Module):
 
     Made by `dpquant_compile.compile`. It shares parameters, buffers and submodules with the original, keeps their
     names, and takes the same arguments. In train() the sites of `policy` run in low precision; in eval() all run
-    in full precision, unless compiled with `quantize_eval=True`.
+    in full precision, unless compiled with `quantize_eval=True`. `use_variants = False` keeps precompiled variants
+    from being used.
     """
 
     training: bool
@@ -62,6 +63,7 @@ class CompiledModule(nn.Module):
         self._sites = select_sites(self._programs.known_sites(), sites)
         self._dispatcher = self._new_dispatcher()
         self._variants = VariantCache()
+        self.use_variants = True
 
     # Running
 
@@ -77,7 +79,7 @@ class CompiledModule(nn.Module):
         if batch < 2:
             # Dynamo specialises on sizes 0 and 1; such batches run the same graph, uncompiled.
             return program.switched(*args, **kwargs)
-        ready = self._variants.get(program, self.policy) if low else None
+        ready = self._variants.get(program, self.policy) if low and self.use_variants else None
         mark_batch_dynamic(args, kwargs, batch)
         return (ready or program.call)(*args, **kwargs)
 

@@ -1,6 +1,7 @@
 """Small models that the tests share, one per thing that a model may do to a compiler, and how to capture them."""
 
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,10 @@ def tracked(model: nn.Module, *args: Any, log: list[PassRecord] | None = None) -
 
 
 def program(gm: fx.GraphModule) -> str:
-    """The code of a graph, without the clean-up at the end of its lines, for golden prints."""
-    return re.sub(r";  (\w+ = )+None$", "", gm.code.strip(), flags=re.MULTILINE).rstrip()
+    """The code of a graph for golden prints: long lines wrapped, and without the clean-up at their ends."""
+    code = re.sub(r";  (\w+ = )+None$", "", gm.code.strip(), flags=re.MULTILINE)
+    lines = (textwrap.wrap(line, 110, subsequent_indent=" " * 8, break_on_hyphens=False) for line in code.splitlines())
+    return "\n".join(part for wrapped in lines for part in wrapped)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -148,7 +148,8 @@ ANYWHERE: dict[str, Callable[[Tensor], Any]] = {
     **{f"{name}_{d}": (lambda x, name=name, d=d: getattr(torch, name)(x, d))
        for name in "sum mean amax amin prod var std any all argmax argmin logsumexp max min median".split()
        for d in (0, 1, -1)},
-    **{f"{name}_all": (lambda x, name=name: getattr(torch, name)(x)) for name in "sum mean amax max prod any std".split()},
+    **{f"{name}_all": (lambda x, name=name: getattr(torch, name)(x))
+       for name in "sum mean amax max prod any std".split()},
     "sum_keep": lambda x: x.sum(1, keepdim=True),
     "sum_two": lambda x: x.sum((0, 2)),
     "var_mean": lambda x: torch.var_mean(x, -1),
@@ -229,10 +230,12 @@ EXACT: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], BatchAxis]] = {
         lambda x: F.scaled_dot_product_attention(x, x, x, torch.zeros(5, 5)), (2, 5, 4), BatchAxis(0)),
     "embedding": (lambda x: F.embedding(x.abs().long() % 3, torch.randn(3, 4)), (5,), BatchAxis(0)),
     "class token": (lambda x: torch.cat((torch.ones(1, 1, 4).expand(x.shape[0], -1, -1), x), 1), (5, 4), BatchAxis(0)),
-    "patches": (lambda x: F.conv2d(x, torch.ones(3, 2, 2, 2), stride=2).flatten(2).transpose(1, 2), (2, 4, 4), BatchAxis(0)),
+    "patches": (
+        lambda x: F.conv2d(x, torch.ones(3, 2, 2, 2), stride=2).flatten(2).transpose(1, 2), (2, 4, 4), BatchAxis(0)),
     "heads": (lambda x: x.view(B, 5, 2, 2).transpose(1, 2).reshape(B * 2, 5, 2), (5, 4), BatchAxis(0, 1, 2)),
     "chunk": (lambda x: x.chunk(2, 1), (4,), BatchAxis(0)),
-    "windows": (lambda x: x.view(B, 2, 2, 2, 2, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 3), (4, 4, 3), BatchAxis(0, 1, 4)),
+    "windows": (
+        lambda x: x.view(B, 2, 2, 2, 2, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 3), (4, 4, 3), BatchAxis(0, 1, 4)),
     "time first": (lambda x: x.transpose(0, 1), (5, 4), BatchAxis(1)),
     "bernoulli": (lambda x: torch.bernoulli(x.sigmoid().round()), (4,), BatchAxis(0)),
     "alpha_dropout": (lambda x: F.alpha_dropout(x, 0.5, True), (4,), BatchAxis(0)),
@@ -316,4 +319,4 @@ def test_most_rules_were_exercised() -> None:
         pytest.skip("the cases above did not run in this process")
     left = [name for name in known_operators() if name not in Seen.names]
     # What remains is decomposed before the tracker sees it, or belongs to other devices.
-    assert len(left) < 45, left
+    assert len(left) < 30, left

@@ -23,6 +23,7 @@ from models import (
 )
 from torch import Tensor, fx, nn
 
+from dpquant_compile import pipeline
 from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.capture import capture_dynamo, capture_fx
 from dpquant_compile.passes.infra import bind_inputs, op_name
@@ -361,3 +362,9 @@ def test_a_graph_module_is_taken_as_it_is() -> None:
     gm = canonical(model)
     torch.testing.assert_close(gm(*IMAGES), model(*IMAGES), rtol=0, atol=0)
     assert collect_sites(gm).names == collect_sites(canonical(seeded(GroupNormNet))).names
+
+
+@pytest.mark.xfail(strict=True, raises=FutureWarning, reason="torch 2.13 warns when a pytree spec is copied")
+def test_a_dynamo_graph_can_be_copied_without_a_warning() -> None:
+    gm = pipeline.tracked(canonical(seeded(Branch), *ROWS, dynamo=True), ROWS, {}, True, [])
+    assert len(collect_sites(gm)) == 2

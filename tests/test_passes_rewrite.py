@@ -69,7 +69,8 @@ def forward(self, x : torch.Tensor) -> torch.Tensor:
     conv2d = torch.conv2d(x, conv1_weight, None, (1, 1), (1, 1), (1, 1), 1)
     norm1_weight = self.norm1.weight
     norm1_bias = self.norm1.bias
-    group_norm = torch.nn.functional.group_norm(conv2d, 2, weight = norm1_weight, bias = norm1_bias, eps = 1e-05)
+    group_norm = torch.nn.functional.group_norm(conv2d, 2, weight = norm1_weight, bias = norm1_bias, eps =
+        1e-05)
     relu = torch.nn.functional.relu(group_norm, inplace = False)
     conv2_weight = self.conv2.weight
     conv2_bias = self.conv2.bias
@@ -92,7 +93,8 @@ def forward(self, input):
     _0_running_var = getattr(self, "0").running_var
     _0_weight = getattr(self, "0").weight
     _0_bias = getattr(self, "0").bias
-    batch_norm = torch.nn.functional.batch_norm(input_1, _0_running_mean, _0_running_var, weight = _0_weight, bias = _0_bias, training = True, momentum = 0.1, eps = 1e-05)
+    batch_norm = torch.nn.functional.batch_norm(input_1, _0_running_mean, _0_running_var, weight = _0_weight,
+        bias = _0_bias, training = True, momentum = 0.1, eps = 1e-05)
     relu = torch.nn.functional.relu(batch_norm, inplace = True)
     return relu""",
     )
@@ -182,7 +184,8 @@ def test_functional_calls_compute_the_same() -> None:
     [
         nn.LayerNorm(4), nn.Dropout(0.5, inplace=True), nn.LeakyReLU(0.2, inplace=True), nn.GELU(), nn.Flatten(0),
         nn.Softmax(-1), nn.Hardtanh(inplace=True), nn.SiLU(inplace=True), nn.PReLU(), nn.ReLU6(inplace=True),
-        nn.RMSNorm(4), nn.Identity(), nn.Threshold(0.1, 20, inplace=True), nn.ELU(inplace=True), nn.Unflatten(1, (2, 2)),
+        nn.RMSNorm(4), nn.Identity(), nn.Threshold(0.1, 20, inplace=True), nn.ELU(inplace=True),
+        nn.Unflatten(1, (2, 2)),
     ],
     ids=lambda module: type(module).__name__,
 )  # fmt: skip
@@ -264,9 +267,9 @@ def test_inplace_code_computes_the_same(function: Any) -> None:
 
 
 METHODS = (
-    "add_(1) sub_(1) mul_(2) div_(2) pow_(2) clamp_(0, 1) abs_() neg_() exp_() sigmoid_() tanh_() relu_() zero_() fill_(3) "
-    "copy_(x) masked_fill_(x>0,2.0) index_fill_(1,(x[0,:1]*0).long(),2.0) fill_diagonal_(1) floor_() sqrt_() cumsum_(1) "
-    "scatter_(1,(x*0).long(),5.0) clip_(min=0) lerp_(x,0.5) addcmul_(x,x) squeeze_(0) t_() erf_()"
+    "add_(1) sub_(1) mul_(2) div_(2) pow_(2) clamp_(0, 1) abs_() neg_() exp_() sigmoid_() tanh_() relu_() zero_() "
+    "fill_(3) copy_(x) masked_fill_(x>0,2.0) index_fill_(1,(x[0,:1]*0).long(),2.0) fill_diagonal_(1) floor_() sqrt_() "
+    "cumsum_(1) scatter_(1,(x*0).long(),5.0) clip_(min=0) lerp_(x,0.5) addcmul_(x,x) squeeze_(0) t_() erf_()"
 )
 
 
