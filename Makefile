@@ -27,9 +27,7 @@ types: $(STAMP)
 	$(BIN)/python -m mypy
 
 bench: $(STAMP)
-	@set -e; found=; for file in benchmarks/bench_*.py; do \
-	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; \
-	done; [ -n "$$found" ] || echo "no benchmarks/bench_*.py yet"
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
 clean:
 	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

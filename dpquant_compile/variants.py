@@ -1,10 +1,13 @@
 """Whole-graph specialised variants: compiled ahead for a schedule, bounded in number, shared block by block."""
 
+import atexit
+import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +86,41 @@ class _Variant:
         return value
 
 
+class _Worker:
+    """One thread that runs jobs in order. A program that ends drops the jobs that wait, and finishes the one under way:
+    a thread that is torn down inside the compiler would take the process down with an error.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._ending = False
+        self._thread = threading.Thread(target=self._work, name="dpquant-precompile", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._ending = True
+        self._jobs.put((lambda: None, Future()))
+        self._thread.join()
+
+    def submit(self, job: Callable[[], None]) -> "Future[None]":
+        future: Future[None] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def _work(self) -> None:
+        while not self._ending:
+            job, future = self._jobs.get()
+            if self._ending:
+                return
+            try:
+                job()
+            except BaseException as error:  # handed to whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
 class VariantCache:
     """Specialised variants by policy, the least recently used dropped past `limit`.
 
@@ -96,7 +134,7 @@ class VariantCache:
         self._ready: OrderedDict[tuple[int, Policy], _Variant] = OrderedDict()
         self._blocks: dict[str, Callable[..., Any]] = {}
         self._lock = threading.Lock()
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: _Worker | None = None
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -125,16 +163,15 @@ class VariantCache:
         missing = [p for p in dict.fromkeys(policies) if (id(program), p) not in self._ready]
         if programs.spec.inner == "eager":
             missing = []  # nothing is compiled, so there is nothing to compile ahead
-        variants = [_Variant(program, policy, programs, table) for policy in missing]
-        jobs = [(policy, variant) for policy, variant in zip(missing, variants, strict=True)]
+        jobs = [(policy, _Variant(program, policy, programs, table)) for policy in missing]
         # A run on made-up inputs draws from the global generator if the model has dropout. In the foreground its
         # state is put back; a thread could not do that without disturbing the training beside it.
-        threaded = background and not any(variant.random for variant in variants)
+        threaded = background and not any(variant.random for _, variant in jobs)
         futures: list[Future[None]] = []
         for policy, variant in jobs:
             if threaded:
-                self._worker = self._worker or ThreadPoolExecutor(1, "dpquant-precompile")
-                futures.append(self._worker.submit(self._build, programs, program, policy, variant))
+                self._worker = self._worker or _Worker()
+                futures.append(self._worker.submit(partial(self._build, programs, program, policy, variant)))
             else:
                 done: Future[None] = Future()
                 with torch.random.fork_rng(devices=[]):

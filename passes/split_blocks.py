@@ -31,7 +31,7 @@ def lift_tensors(gm: fx.GraphModule, shape_of: Callable[[str], tuple[int, ...]])
     rows: dict[int, fx.Node] = {}
 
     def tensor(name: str, label: str) -> fx.Node:
-        new = graph.placeholder(label.replace(".", "_"))
+        new = graph.placeholder("t_" + label.replace(".", "_"))  # a layer may be called "0"
         new.meta["shape"] = shape_of(name)
         names.append(name)
         return new

@@ -239,3 +239,16 @@ def test_keyword_and_default_arguments() -> None:
     gm = canonical(model)
     track_batch(gm, args=(x,), kwargs={"value": x, "key": x, "padding": torch.zeros(3, 5, dtype=torch.bool)})
     assert len(collect_sites(gm)) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="fx.Interpreter collects *args itself, and is given a tuple for them already")
+def test_variable_arguments() -> None:
+    class Variable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return self.fc(inputs[0])
+
+    assert len(collect_sites(tracked(Variable(), torch.randn(3, 4)))) == 1
