@@ -49,7 +49,11 @@ def full_grad_params(
     if geometry is None:
         rows = _rows(grad)
         weight_grad = rows.t().mm(_rows(x)) if mask[0] else weight.new_empty(0)
-        return weight_grad, rows.sum(0) if mask[1] else weight.new_empty(0)
+        if not mask[1]:
+            return weight_grad, weight.new_empty(0)
+        # torch folds the leading dimensions of a contiguous input only, and sums in the order that follows.
+        leading = list(range(grad.dim() - 1))
+        return weight_grad, rows.sum(0) if x.is_contiguous() else grad.sum(leading) if leading else grad
     _, weight_grad, bias_grad = _conv_backward(geometry, grad, x, weight, [False, *mask])
     return weight_grad if mask[0] else weight.new_empty(0), bias_grad if mask[1] else weight.new_empty(0)
 

@@ -132,7 +132,7 @@ class CompiledModule(nn.Module):
                 self._dispatcher = self._new_dispatcher()
                 self._dispatcher.step = old.step
                 if self._explicit:
-                    self._dispatcher.set_policy(old.policy)
+                    self._dispatcher.set_policy(_renamed(old.policy, table.names))
         rows = {name: row for row, name in enumerate(self._dispatcher.names)}
         return self._dispatcher.table, rows
 
@@ -238,6 +238,12 @@ class CompiledModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe}"
+
+
+def _renamed(policy: Policy, names: Sequence[str]) -> list[str]:
+    """A policy on declared sites as one on captured sites: "in_proj" may turn out to be "in_proj.q" and others."""
+    parts = {name: [n for n in names if n.startswith(f"{name}.")] for name in policy if name not in names}
+    return [new for name in policy for new in (parts.get(name) or [name])]
 
 
 def _restore(

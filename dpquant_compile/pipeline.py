@@ -1,6 +1,5 @@
 """The order of the passes: from a captured graph to one that switches, or one that is specialised."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.canonicalize import canonicalize
 from dpquant_compile.passes.expand_attention import expand_attention
 from dpquant_compile.passes.functionalize import functionalize
-from dpquant_compile.passes.infra import PassRecord, graph_module_over, run_passes
+from dpquant_compile.passes.infra import PassRecord, copy_graph, graph_module_over, run_passes
 from dpquant_compile.passes.inline_modules import inline_modules
 from dpquant_compile.passes.insert_switches import LINK_TABLE, insert_switches
 from dpquant_compile.passes.mark_sites import mark_sites
@@ -42,7 +41,8 @@ def rewritten(
 ) -> fx.GraphModule:
     """The graph with a switch at each site, reading `table`."""
     step = partial(insert_switches, rows=rows, recipe=recipe)
-    check = partial(_check_switches, rows=rows)
+    found = {node.meta["site"].name for node in gm.graph.nodes if "site" in node.meta}
+    check = partial(_check_switches, rows={name: row for name, row in rows.items() if name in found})
     return run_passes(_linked(gm, table), (step,), origin="mark_sites", log=log, invariants=(check,))
 
 
@@ -60,7 +60,7 @@ def specialised(
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    return graph_module_over(gm, copy.deepcopy(gm.graph), gm._get_name())
+    return graph_module_over(gm, copy_graph(gm.graph), gm._get_name())
 
 
 def _linked(gm: fx.GraphModule, table: nn.Module) -> fx.GraphModule:
@@ -70,7 +70,12 @@ def _linked(gm: fx.GraphModule, table: nn.Module) -> fx.GraphModule:
 
 
 def _check_switches(gm: fx.GraphModule, *, rows: dict[str, int]) -> None:
+    switches = [node for node in gm.graph.nodes if getattr(node.target, "namespace", None) == "dpquant"]
     for node in gm.graph.nodes:
         site = node.meta.get("site")
-        if site is not None and site.name in rows and getattr(node.target, "namespace", None) != "dpquant":
+        if site is not None and site.name in rows and node not in switches:
             raise GraphInvariantError(f"site {site.name!r} (node {node.name!r}) was left without a switch")
+    switched = {node.kwargs["site"] for node in switches}
+    for name, row in rows.items():
+        if row not in switched:
+            raise GraphInvariantError(f"site {name!r} was lost: the graph has no switch for it")

@@ -18,12 +18,13 @@ class Policy(frozenset[str]):
     `universe`, lowest bit first, so it serves as test id, cache key and log line.
     """
 
-    universe: tuple[str, ...]
+    __slots__ = ("_universe",)
+    _universe: tuple[str, ...]
 
     def __new__(cls, names: Iterable[str], universe: Sequence[str]) -> "Policy":
         self = super().__new__(cls, names)
-        self.universe = tuple(universe)
-        unknown = sorted(self.difference(self.universe))
+        object.__setattr__(self, "_universe", tuple(universe))
+        unknown = sorted(str(name) for name in self.difference(self.universe))
         if unknown:
             raise SiteError(
                 f"no such site: {listing(unknown)}. The model has {len(self.universe)} sites: "
@@ -33,6 +34,14 @@ class Policy(frozenset[str]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Policy, (tuple(sorted(self)), self.universe))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Policy is frozen; make a new one")
+
+    @property
+    def universe(self) -> tuple[str, ...]:
+        """All site names it was chosen from."""
+        return self._universe
 
     @property
     def mask(self) -> tuple[bool, ...]:
@@ -59,6 +68,8 @@ def resolve_policy(policy: "str | Iterable[str]", universe: Sequence[str]) -> Po
         if policy == "none":
             return Policy((), universe)
         return Policy((policy,), universe)
+    if not isinstance(policy, Iterable):
+        raise SiteError(f"policy={policy!r} is a {type(policy).__name__}; give site names, 'all' or 'none'")
     return Policy(policy, universe)
 
 

@@ -51,7 +51,7 @@ class Site:
 
     `name` is the qualified name of the layer in the user's model; a layer that is called several times is one
     site with several `nodes`. Shapes of activations and `flops` (multiply-adds × 2, forward, per sample) are known
-    after the first forward.
+    after the first forward. `module_types` are the names of the layer's class and its bases.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Site:
     geometry: ConvGeometry | None = None
     nodes: tuple[str, ...] = ()
     source: str | None = None
-    module_type: str | None = None
+    module_types: tuple[str, ...] = ()
     input_shape: tuple[int, ...] | None = None
     output_shape: tuple[int, ...] | None = None
     flops: int | None = None
@@ -134,7 +134,12 @@ def select_sites(table: SiteTable, chosen: "SiteFilter | Iterable[SiteFilter] | 
     """
     if chosen is None:
         return table
-    rules = [chosen] if isinstance(chosen, str | type) or callable(chosen) else list(chosen)
+    single = isinstance(chosen, str | type) or callable(chosen)
+    if not single and not isinstance(chosen, Iterable):
+        raise SiteError(
+            f"sites={chosen!r} is a {type(chosen).__name__}; give a name pattern, a type, a function or a list"
+        )
+    rules: list[SiteFilter] = [chosen] if isinstance(chosen, str | type) or callable(chosen) else list(chosen)
     if not rules:
         raise SiteError(f"sites=[] selects nothing; the model has {len(table)} sites: {listing(table.names)}")
     kept: set[str] = set()
@@ -159,5 +164,9 @@ def _matches(site: Site, rule: SiteFilter) -> bool:
     if isinstance(rule, str):
         return site.op == rule or fnmatch.fnmatchcase(site.name, rule)
     if isinstance(rule, type):
-        return site.module_type is not None and site.module_type in (rule.__name__, rule.__qualname__)
+        return rule.__name__ in site.module_types
+    if not callable(rule):
+        raise SiteError(
+            f"sites={rule!r} is a {type(rule).__name__}; give a name pattern, a type or a function of a Site"
+        )
     return bool(rule(site))

@@ -2,6 +2,9 @@
 
 A rule takes an `OpCall` and returns the axis of the output: a `BatchAxis`, or a `Lost` with the reason where
 samples are mixed or the axis cannot be followed. Operators without batch inputs never reach a rule.
+
+An axis says which elements belong to which sample. It does not say that nothing of other samples went into them:
+`x - x.mean(0)` keeps its axis. Refusing such models is the task of `verify_isolation`.
 """
 
 import math
@@ -177,7 +180,16 @@ def _select(call: OpCall) -> Axis:
     return _moved(call.first, call.first.dim - (dim < call.first.dim))
 
 
-@rule("slice", "split", "split_with_sizes", "narrow", "constant_pad_nd")
+@rule("constant_pad_nd")
+def _pad(call: OpCall) -> Axis:
+    pad = call.argument(1, "pad")
+    first = 2 * (call.source.dim() - 1 - call.first.dim)  # pairs run from the last dimension to the first
+    if any(pad[first : first + 2]):
+        return Lost("padding shifts the batch, or adds to it")
+    return call.first
+
+
+@rule("slice", "split", "split_with_sizes", "narrow")
 def _keeps_dimensions(call: OpCall) -> Axis:
     """The output has the input's dimensions; the batch must be whole in it."""
     if call.output.shape[call.first.dim] != call.source.shape[call.first.dim]:
@@ -240,7 +252,8 @@ def _reduce(call: OpCall) -> Axis:
 )
 def _along(call: OpCall) -> Axis:
     position = 2 if call.name in ("topk", "roll") else 1
-    dims = call.argument(position, "dims" if call.name in ("flip", "roll") else "dim", -1)
+    default: Any = [] if call.name == "roll" else -1  # without dims, roll runs over the flattened tensor
+    dims = call.argument(position, "dims" if call.name in ("flip", "roll") else "dim", default)
     if dims == []:
         return Lost(f"aten.{call.name} runs over the batch")
     dims = [_positive(d, call.source.dim()) for d in (dims if isinstance(dims, list | tuple) else [dims])]
@@ -254,7 +267,7 @@ def _along(call: OpCall) -> Axis:
 @rule("reflection_pad3d", "replication_pad3d", "adaptive_avg_pool1d", "max_pool1d")
 def _batch_first(call: OpCall) -> Axis:
     """Operators that treat dimension 0 as a batch, and everything else as one sample."""
-    if any(isinstance(call.axis_of(value), BatchAxis) for value in _tensors(call.args[1:])):
+    if any(call.axis_of(value) is not None for value in _tensors(call.args[1:])):
         return Lost(f"a parameter of aten.{call.name} depends on the batch")
     axis = call.axis_of(call.args[0])
     if not isinstance(axis, BatchAxis) or axis.dim != 0:
@@ -321,7 +334,21 @@ def _attention(call: OpCall) -> Axis:
     return axis
 
 
-@rule("gather", "scatter", "scatter_add", "index_select")
+@rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+def _fresh(call: OpCall) -> Axis:
+    """A tensor of its own, of whatever shape; it takes the batch when the batch is written into it."""
+    return None
+
+
+@rule("index_select")
+def _index_select(call: OpCall) -> Axis:
+    dim = _positive(call.argument(1, "dim"), call.source.dim())
+    if call.axis_of(call.argument(2, "index")) is not None or dim == call.first.dim:
+        return Lost("aten.index_select picks across samples")
+    return call.first
+
+
+@rule("gather", "scatter", "scatter_add")
 def _gather(call: OpCall) -> Axis:
     dim = _positive(call.argument(1, "dim"), call.source.dim())
     axes = {call.axis_of(value) for value in _tensors(call.args)} - {None}

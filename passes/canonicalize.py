@@ -69,9 +69,9 @@ def _resolve_padding(gm: fx.GraphModule, node: fx.Node, bound: dict[str, Any], r
         bound["padding"] = 0
         return
     weight = bound["weight"]
-    if not (isinstance(weight, fx.Node) and weight.op == "get_attr"):
-        return
-    tensor = _get(gm, str(weight.target))
+    tensor = _weight(gm, weight)
+    if tensor is None:
+        return  # its kernel size is not known; mark_sites skips it with a reason
     total = [d * (k - 1) for d, k in zip(bound["dilation"], tensor.shape[2:], strict=True)]
     bound["padding"] = tuple(t // 2 for t in total)
     if any(t % 2 for t in total):
@@ -80,8 +80,11 @@ def _resolve_padding(gm: fx.GraphModule, node: fx.Node, bound: dict[str, Any], r
             bound["input"] = gm.graph.call_function(F.pad, (bound["input"], tuple(extra)))
 
 
-def _get(gm: fx.GraphModule, target: str) -> torch.Tensor:
-    owner, _, attribute = target.rpartition(".")
-    tensor = getattr(gm.get_submodule(owner), attribute)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
+def _weight(gm: fx.GraphModule, node: Any) -> torch.Tensor | None:
+    if isinstance(node, fx.Node) and "state" in node.meta:
+        value: torch.Tensor | None = node.meta.get("example_value")
+        return value
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    owner, _, attribute = str(node.target).rpartition(".")
+    return torch.as_tensor(getattr(gm.get_submodule(owner), attribute))

@@ -1,6 +1,5 @@
 """Capture: from a user's module to one fx graph over the user's own parameters."""
 
-import copy
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.errors import CaptureError
-from dpquant_compile.passes.infra import graph_module_over, node_source, user_frames
+from dpquant_compile.passes.infra import copy_graph, graph_module_over, node_source, user_frames
 
-__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx"]
+__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
 
 SITE_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 TRANSPOSED_MODULES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -47,16 +46,39 @@ class Tracer(fx.Tracer):
     record_stack_traces = True
     proxy_buffer_attributes = True
 
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._region = _region()
+        return super().trace(root, concrete_args)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _region() != self._region:
+            # fx records operations, not the regions they run in; Dynamo does.
+            raise CaptureError("forward() switches gradients or autocast on or off for a part of the model")
+        return super().create_node(*args, **kwargs)
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if own_hooks(m):
+            return True  # its hooks must go on being called, so it stays whole
         if isinstance(m, _WHOLE):
             # A subclass with a forward of its own (weight standardisation, LoRA) is traced through.
             return type(m).__module__.startswith("torch.nn")
         if any(isinstance(child, _WHOLE) for child in m.modules()):
             return False
         return super().is_leaf_module(m, module_qualified_name)
+
+
+def own_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+def _region() -> tuple[Any, ...]:
+    devices = ("cpu", "cuda")
+    return (torch.is_grad_enabled(), *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices))
 
 
 def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
@@ -68,17 +90,70 @@ def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
     """
     if isinstance(model, fx.GraphModule):
         # Already a graph (exported, or traced by the user): keep the program, run it over the same modules.
-        return _stamp(graph_module_over(model, copy.deepcopy(model.graph), type(model).__name__), "capture_fx")
+        return _finish(model, copy_graph(model.graph))
+    before = _Snapshot(model)
     try:
         graph = Tracer().trace(model)
     except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
+        before.restore()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return CaptureError(f"torch.fx cannot trace {type(model).__name__}: {reason}")
+    constants = {name: value for name, value in vars(model).items() if name.startswith("_tensor_constant")}
+    for name in constants:
+        del model.__dict__[name]  # where fx puts tensors that forward() makes of plain numbers
+    changed = before.restore()
+    if changed is not None:
+        return CaptureError(f"forward() of {type(model).__name__} assigns {changed}, which a trace would do only once")
     for node in graph.nodes:
         if _is_opaque(node):
             name = getattr(node.target, "__qualname__", node.target)
             return CaptureError(f"torch.fx keeps {name}(), which reads parameters, as one opaque call")
-    return _stamp(graph_module_over(model, graph, type(model).__name__), "capture_fx")
+    return _finish(model, graph, constants)
+
+
+class _Snapshot:
+    """The attributes of a model's modules before a trace, to undo what the trace assigned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [
+            (name, module, dict(module.__dict__), [dict(d) for d in _tensor_dicts(module)])
+            for name, module in model.named_modules()
+        ]
+
+    def restore(self) -> str | None:
+        """Put everything back; the name of an attribute that had changed, or None."""
+        changed = None
+        for name, module, attributes, tensors in self._before:
+            pairs = [(module.__dict__, attributes), *zip(_tensor_dicts(module), tensors, strict=True)]
+            for now, then in pairs:
+                different = [k for k in {*now, *then} if k not in now or k not in then or now[k] is not then[k]]
+                if different:
+                    changed = f"self.{different[0]}" if not name else f"{name}.{different[0]}"
+                    now.clear()
+                    now.update(then)
+        return changed
+
+
+def _tensor_dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return (module._buffers, module._parameters, module._modules)
+
+
+def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | None = None) -> fx.GraphModule:
+    """A stamped graph module over `model`, with tensors that are neither parameters nor buffers in a holder."""
+    holder, owned = nn.Module(), {*dict(model.named_parameters(remove_duplicate=False))}
+    owned |= {*dict(model.named_buffers(remove_duplicate=False)), *dict(model.named_modules(remove_duplicate=False))}
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target not in owned:
+            name = str(node.target).replace(".", "_")
+            value = (constants or {}).get(str(node.target))
+            value = _attribute(model, node.target) if value is None else value
+            holder.register_buffer(name, value, persistent=False)
+            node.target = f"_const.{name}"
+    gm = graph_module_over(model, fx.Graph(), type(model).__name__)
+    if holder._buffers:
+        gm.__dict__["_modules"]["_const"] = holder
+    gm.graph = graph
+    return _stamp(gm, "capture_fx")
 
 
 def _is_opaque(node: fx.Node) -> bool:
@@ -86,7 +161,14 @@ def _is_opaque(node: fx.Node) -> bool:
     if node.op != "call_function" or not inspect.isfunction(node.target):
         return False
     inside = (node.target.__module__ or "").split(".")[0] in ("torch", "operator", "math", "builtins")
-    return not inside and any(source.op == "get_attr" for source in node.all_input_nodes)
+    return not inside and any(_reads_state(source) for source in node.all_input_nodes)
+
+
+def _reads_state(node: fx.Node) -> bool:
+    """Whether a value comes of parameters and buffers alone."""
+    if node.op == "get_attr":
+        return True
+    return bool(node.all_input_nodes) and all(_reads_state(source) for source in node.all_input_nodes)
 
 
 def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[fx.GraphModule, bool]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from dpquant_compile.passes.infra import PassResult
+from dpquant_compile.passes.inline_modules import has_hooks
 
 __all__ = ["expand_attention"]
 
@@ -57,7 +58,8 @@ def expand_attention(gm: fx.GraphModule) -> PassResult:
 
 def _is_attention(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return isinstance(gm.get_submodule(str(node.target)), nn.MultiheadAttention)
+        module = gm.get_submodule(str(node.target))
+        return isinstance(module, nn.MultiheadAttention) and not has_hooks(module)
     if node.op != "call_function" or node.target is not F.multi_head_attention_forward:
         return False
     # static keys and values are reached by no public module; such a call stays whole and mark_sites says why
@@ -102,7 +104,7 @@ def _read_function(node: fx.Node) -> tuple[_Attention, dict[str, Any], tuple[Any
     if call["out_proj_bias"] is not None:
         tensors["out_bias"] = call["out_proj_bias"]
     spec = _Attention(
-        owner=str(call["out_proj_weight"].target).removesuffix(".out_proj.weight"),
+        owner=_owner(call["out_proj_weight"]),
         heads=call["num_heads"],
         width=call["embed_dim_to_check"],
         batch_first=False,
@@ -113,6 +115,11 @@ def _read_function(node: fx.Node) -> tuple[_Attention, dict[str, Any], tuple[Any
         is_causal=call["is_causal"],
     )
     return spec, tensors, (call["key_padding_mask"], call["attn_mask"]), [call[k] for k in _FUNCTION_ARGS[:3]]
+
+
+def _owner(weight: fx.Node) -> str:
+    name: str = weight.meta.get("state", str(weight.target))
+    return name.removesuffix("out_proj.weight").removesuffix(".")
 
 
 def _inline(
@@ -233,7 +240,7 @@ def _project_inputs(
 
 def _site(spec: _Attention, name: str, x: Any, weight: Any, bias: Any) -> Any:
     y: Any = F.linear(x, weight, bias)
-    y.node.meta["site_hint"] = f"{spec.owner}.{name}"
+    y.node.meta["site_hint"] = f"{spec.owner}.{name}".removeprefix(".")
     return y
 
 

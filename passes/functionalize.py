@@ -12,7 +12,7 @@ from torch import fx
 from dpquant_compile.errors import InplaceAliasError
 from dpquant_compile.passes.infra import PassResult, node_source
 
-__all__ = ["functionalize"]
+__all__ = ["functionalize", "mutated_input", "root_of"]
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     getattr(operator, f"i{name}"): getattr(operator, plain)
@@ -30,8 +30,12 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
 _VIEWS = {
     *"view view_as reshape reshape_as transpose permute t swapaxes swapdims movedim moveaxis squeeze unsqueeze".split(),
     *"flatten unflatten expand expand_as narrow select chunk split tensor_split unbind diagonal unfold".split(),
-    *"detach contiguous to float type_as real imag getitem getattr view_as_real adjoint".split(),
+    *"detach contiguous to type type_as cpu cuda float double half bfloat16 real imag getitem getattr".split(),
+    *"view_as_real view_as_complex adjoint ravel broadcast_to hsplit vsplit dsplit split_with_sizes as_strided".split(),
+    *"atleast_1d atleast_2d atleast_3d squeeze_ unsqueeze_ swapaxes mT mH _identity resolve_conj resolve_neg".split(),
 }
+# Views in eval mode, where they return their input.
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _STATE_ONLY = {"requires_grad_", "share_memory_", "retain_grad"}
 
 
@@ -48,18 +52,19 @@ def functionalize(gm: fx.GraphModule) -> PassResult:
     """
     modified = False
     for node in list(gm.graph.nodes):
-        target = _mutated(node)
-        if target is None or _root(target).op == "get_attr":
+        target = mutated_input(node)
+        if target is None or root_of(target).op == "get_attr":
             continue
         _check_aliases(node, target)
         result = _rewrite(node, target)
+        result.meta["inplace_of"] = target  # track_batch checks that the dtype stays the target's
         _rename_later_uses(target, result)
         modified = True
     return PassResult(gm, modified)
 
 
-def _mutated(node: fx.Node) -> fx.Node | None:
-    """The value that `node` changes in place, or None."""
+def mutated_input(node: fx.Node) -> fx.Node | None:
+    """The value that `node` changes in place, or None if it changes none."""
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if node.op == "call_method":
         name = str(node.target)
@@ -73,7 +78,7 @@ def _mutated(node: fx.Node) -> fx.Node | None:
     if isinstance(out, fx.Node):
         return out
     name = str(getattr(node.target, "__name__", ""))
-    if name.endswith("_") and not name.endswith("__") and hasattr(torch.Tensor, name):
+    if name.endswith("_") and not name.endswith("__") and (hasattr(torch.Tensor, name) or hasattr(F, name)):
         return first
     return first if _inplace_argument(node) else None
 
@@ -113,6 +118,9 @@ def _rewrite(node: fx.Node, target: fx.Node) -> fx.Node:
             node.op = "call_method"
         node.target = plain
         return node
+    if node.op == "call_function" and hasattr(F, plain) and node.target is getattr(F, str(name), None):
+        node.target = getattr(F, plain)
+        return node
     # No functional spelling: change a fresh copy, which nobody else reads.
     with node.graph.inserting_before(node):
         fresh = node.graph.call_method("clone", (target,))
@@ -129,21 +137,29 @@ def _rename_later_uses(target: fx.Node, result: fx.Node) -> None:
 def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target) in _VIEWS
-    return node.op == "call_function" and str(getattr(node.target, "__name__", "")) in _VIEWS
+    name = str(getattr(node.target, "__name__", ""))
+    if node.op == "call_function" and name in _DROPOUTS:
+        return node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True) is False
+    return node.op == "call_function" and name in _VIEWS
 
 
-def _root(node: fx.Node) -> fx.Node:
-    while _is_view(node) and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+def root_of(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` may share: behind views, and behind in-place operations, which return it."""
+    while True:
+        behind = mutated_input(node)
+        if behind is None and _is_view(node) and node.args and isinstance(node.args[0], fx.Node):
+            behind = node.args[0]
+        if behind is None:
+            return node
+        node = behind
 
 
 def _check_aliases(node: fx.Node, target: fx.Node) -> None:
     """Refuse to rename where another name of the changed memory is read later."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
-    root = _root(target)
+    root = root_of(target)
     for other in node.graph.nodes:
-        if other is target or other is node or _root(other) is not root or order[other] > order[node]:
+        if other is target or other is node or root_of(other) is not root or order[other] > order[node]:
             continue
         written_back = min((order[user] for user in other.users if _writes_back(user, node)), default=len(order))
         readers = [user for user in other.users if order[node] < order[user] < written_back]

@@ -6,6 +6,7 @@ the pass promises, stamps new nodes with the pass that made them, and records th
 
 import inspect
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ __all__ = [
     "PassRecord",
     "PassResult",
     "bind_inputs",
+    "clean_path",
+    "copy_graph",
     "graph_module_over",
     "node_source",
     "op_name",
@@ -79,6 +82,17 @@ def graph_module_over(root: torch.nn.Module, graph: fx.Graph, name: str = "Graph
     return gm
 
 
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph` that shares its signature; the copy that fx makes of a signature warns about itself."""
+    new = fx.Graph(tracer_cls=graph._tracer_cls)
+    result: Any = new.graph_copy(graph, {}, return_output_node=True)
+    if result is not None:
+        value, output = result
+        new.output(value, type_expr=getattr(output, "type", None)).meta = dict(output.meta)
+    new._codegen = graph._codegen
+    return new
+
+
 def node_source(node: fx.Node) -> str | None:
     """The line of the user's code that made `node`, as "file.py:12: y = self.conv(x)"; None if unknown."""
     if "source" in node.meta:
@@ -110,6 +124,14 @@ def bind_inputs(gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, An
     return list(bound.arguments.values())
 
 
+def clean_path(path: str) -> str:
+    """A module's path as the user writes it, from the notation of fx or of Dynamo."""
+    path = re.sub(r"^L\['[^']*'\]", "", path)  # Dynamo starts from the name that forward() gives to self
+    for old, new in (("._modules['", "."), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
+        path = path.replace(old, new)
+    return path.removeprefix(".")
+
+
 def op_name(node: fx.Node) -> str:
     """A short name of what a node does, for counting and for printing."""
     if node.op == "call_module":
@@ -136,7 +158,7 @@ def run_passes(
     invariants = tuple(invariants)
     for transform in passes:
         name = _pass_name(transform)
-        before, counts = gm.code, _op_counts(gm)
+        before, counts = _source(gm), _op_counts(gm)
         seen = set(gm.graph.nodes)
         start = time.perf_counter()
         result = transform(gm)
@@ -147,19 +169,27 @@ def run_passes(
                 if node not in seen:
                     node.meta.setdefault("origin", name)
             gm.recompile()
-        elif gm.code != before:
+        elif _source(gm) != before:
             raise GraphInvariantError(f"pass {name} changed the graph but reported modified=False")
-        gm.graph.lint()
+        try:
+            gm.graph.lint()
+        except RuntimeError as error:
+            raise GraphInvariantError(f"pass {name} left a graph that is not well formed: {error}") from error
         for invariant in invariants:
             invariant(gm)
         after = _op_counts(gm)
         delta = {op: after[op] - counts[op] for op in {*after, *counts} if after[op] != counts[op]}
-        record = PassRecord(name, origin, result.modified, seconds, before, gm.code, delta)
+        record = PassRecord(name, origin, result.modified, seconds, before, _source(gm), delta)
         log.append(record)
         if os.environ.get("DPQUANT_TRACE", "0") != "0":
             print(record, file=sys.stderr)
         origin = name
     return gm
+
+
+def _source(gm: fx.GraphModule) -> str:
+    # Not gm.code, which lags behind the graph until recompile().
+    return str(gm.graph.python_code("self").src)
 
 
 def _pass_name(transform: Any) -> str:

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from dpquant_compile.errors import CaptureError
-from dpquant_compile.passes.capture import Tracer
+from dpquant_compile.passes.capture import Tracer, own_hooks
 from dpquant_compile.passes.infra import PassResult
 
 __all__ = ["has_hooks", "inline_modules"]
@@ -36,11 +36,8 @@ def inline_modules(gm: fx.GraphModule) -> PassResult:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
-    return any(
-        child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
-        for child in module.modules()
-    )
+    """Whether calling the module does more than its forward and that of its children."""
+    return any(own_hooks(child) for child in module.modules())
 
 
 class _InsideTracer(Tracer):

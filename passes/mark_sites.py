@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from dpquant_compile.errors import listing
 from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.capture import SITE_MODULES, TRANSPOSED_MODULES
-from dpquant_compile.passes.infra import PassResult, node_source, op_name
+from dpquant_compile.passes.functionalize import mutated_input, root_of
+from dpquant_compile.passes.infra import PassResult, clean_path, node_source, op_name
 from dpquant_compile.sites import ConvGeometry, Site, SiteTable, Skipped, renumber
 
 __all__ = ["collect_sites", "declared_sites", "mark_sites"]
@@ -70,12 +72,12 @@ def declared_sites(model: nn.Module) -> SiteTable:
             if isinstance(module, nn.MultiheadAttention):
                 inside += (f"{name}.",)
                 for part in ("in_proj", "out_proj"):
-                    yield Site(f"{name}.{part}", "linear", 0, module_type="MultiheadAttention")
+                    yield Site(f"{name}.{part}".removeprefix("."), "linear", 0, module_types=("MultiheadAttention",))
             elif isinstance(module, SITE_MODULES) and not name.startswith(inside or ("\0",)):
                 shape = tuple(module.weight.shape)
                 op = "linear" if isinstance(module, nn.Linear) else f"conv{len(shape) - 2}d"
-                kind = type(module).__name__
-                yield Site(name, op, 0, f"{name}.weight", weight_shape=shape, module_type=kind)
+                kinds = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module))
+                yield Site(name, op, 0, f"{name}.weight", weight_shape=shape, module_types=kinds)
 
     return SiteTable(renumber(walk()))
 
@@ -83,10 +85,17 @@ def declared_sites(model: nn.Module) -> SiteTable:
 def _reached_from_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose value may depend on the batch; sizes do not count, since padding makes them public."""
     reached: set[fx.Node] = set()
+    written: set[str] = set()  # parameters and buffers that the batch has been written into
     for node in graph.nodes:
         given = node.op == "placeholder" and "state" not in node.meta
-        if given or (not _is_size(node) and any(source in reached for source in node.all_input_nodes)):
+        dirty = node.op == "get_attr" and str(node.target) in written
+        if given or dirty or (not _is_size(node) and any(source in reached for source in node.all_input_nodes)):
             reached.add(node)
+            target = mutated_input(node)
+            if target is not None:
+                reached |= {target, root_of(target)}
+                if root_of(target).op == "get_attr":
+                    written.add(str(root_of(target).target))
     return reached
 
 
@@ -104,6 +113,8 @@ def _why_not(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> str | No
         return "its input does not depend on the batch, so its gradient sums over samples before it could be quantized"
     if not isinstance(weight, fx.Node) or weight in batch:
         return "its weight depends on the batch, so one scale for the weight would mix samples"
+    if isinstance(node.args[2], fx.Node) and node.args[2] in batch:
+        return "its bias depends on the batch, so it is no parameter of the layer"
     if node.target in CONVS:
         for value in node.args[3:]:
             if not isinstance(value, int) and not (isinstance(value, tuple) and all(isinstance(v, int) for v in value)):
@@ -134,16 +145,25 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
         weight_shape=shape,
         geometry=geometry,
         source=node_source(node),
-        module_type=_module_type(node),
+        module_types=_module_types(node),
     )
 
 
-def _module_type(node: fx.Node) -> str | None:
-    """The torch.nn class of the module that made a node, also when it is parametrised or subclassed."""
+def _made_by(node: fx.Node) -> tuple[str, type | None]:
+    """Path and class of the innermost module that a node was made in."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    made_by = stack[-1][1] if stack and isinstance(stack[-1], tuple) else None
-    classes = (*SITE_MODULES, nn.MultiheadAttention)
-    return next((c.__name__ for c in classes if isinstance(made_by, type) and issubclass(made_by, c)), None)
+    if not stack or not isinstance(stack[-1], tuple):
+        return "", None
+    path, cls = stack[-1]
+    return clean_path(str(path)), cls if isinstance(cls, type) else None
+
+
+def _module_types(node: fx.Node) -> tuple[str, ...]:
+    """The names of the classes, own and inherited, of the layer that made a node; none for a functional call."""
+    _, cls = _made_by(node)
+    if cls is None or not issubclass(cls, (*SITE_MODULES, nn.MultiheadAttention)):
+        return ()
+    return tuple(c.__name__ for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
 
 
 def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor | None]:
@@ -158,11 +178,11 @@ def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor 
 
 
 def _site_name(node: fx.Node, parameter: str | None) -> str:
+    path, cls = _made_by(node)
+    if path and cls is not None and issubclass(cls, SITE_MODULES):
+        return path  # the layer's own name, also where its weight is tied to another's, or computed
     if parameter is not None:
         return parameter.removesuffix(".weight")
-    stack = node.meta.get("nn_module_stack") or {}
-    scope = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-    path = str(scope[-1]).removeprefix("L['self'].").removeprefix("L['self']") if scope else ""
     return f"{path}.{node.name}" if path else node.name
 
 
@@ -174,8 +194,10 @@ def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skippe
         name = str(node.target)
         if isinstance(module, TRANSPOSED_MODULES):
             reason = "transposed convolution is not supported in low precision"
-        elif isinstance(module, SITE_MODULES):
-            reason = "the module has hooks, which a compiled site would not call"
+        elif any(isinstance(child, (*SITE_MODULES, nn.MultiheadAttention)) for child in module.modules()):
+            inside = [n for n, child in module.named_modules() if isinstance(child, SITE_MODULES) and n]
+            held = f"; inside it: {listing(inside, 12)}" if inside else ""
+            reason = f"{type(module).__name__} has hooks, which a compiled site would not call, so it stays whole{held}"
         elif isinstance(module, _RECURRENT):
             reason = f"{type(module).__name__} keeps its products inside one operator; write it with nn.Linear"
     elif node.op == "call_function" and node.target in _TRANSPOSED:

@@ -9,7 +9,8 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from dpquant_compile.backends.ops import low_precision_site
-from dpquant_compile.passes.infra import graph_module_over
+from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.infra import clean_path, graph_module_over
 from dpquant_compile.passes.insert_switches import LINK_TABLE
 
 __all__ = ["block_key", "lift_tensors", "split_blocks"]
@@ -40,9 +41,16 @@ def lift_tensors(gm: fx.GraphModule, shape_of: Callable[[str], tuple[int, ...]])
         if node.op == "placeholder":
             values[node] = graph.placeholder(node.name)
             values[node].meta = dict(node.meta)
+    shared: dict[str, fx.Node] = {}
     for node in gm.graph.nodes:
+        if node.op == "call_module":
+            raise CaptureError(
+                f"precompile() needs a graph of plain operations, but module {node.target!r} is kept whole (it has "
+                "hooks, or fx cannot trace it). The model runs without variants."
+            )
         if node.op == "get_attr" and node.target != f"{LINK_TABLE}.keys":
-            values[node] = tensor(str(node.target), str(node.target))
+            name = str(node.target)
+            shared[name] = values[node] = shared[name] if name in shared else tensor(name, name)
         elif node.target is low_precision_site and node.kwargs["site"] not in rows:
             row = int(str(node.kwargs["site"]))
             rows[row] = tensor(f"{LINK_TABLE}.keys[{row}]", f"dpq_keys_{row}")
@@ -110,7 +118,6 @@ def _block_of(node: fx.Node, blocks: set[str]) -> str | None:
     stack = node.meta.get("nn_module_stack") or {}
     for entry in stack.values():
         path = str(entry[0] if isinstance(entry, tuple) else entry)
-        path = path.removeprefix("L['self'].").replace("['", ".").replace("']", "").replace("[", ".").replace("]", "")
-        if path in blocks:
-            return path
+        if clean_path(path) in blocks:
+            return clean_path(path)
     return None

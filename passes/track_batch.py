@@ -1,5 +1,6 @@
 """Pass: follow the batch through the graph, so that every site knows which elements belong to one sample."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpquant_compile.errors import CaptureError
+from dpquant_compile.errors import CaptureError, InplaceAliasError
 from dpquant_compile.passes.batch_rules import Axis, Lost, OpCall, output_axis
 from dpquant_compile.passes.infra import PassResult, bind_inputs, node_source
 from dpquant_compile.sites import BatchAxis, Site, Skipped
@@ -48,6 +49,28 @@ def track_batch(
     inputs = list(zip(placeholders, bind_inputs(gm, args, kwargs), strict=True))
     actual = batch_size([value for node, value in inputs if "state" not in node.meta], {})
     probe = PROBE_BATCH if any_batch else actual
+    recorder = None
+    for first_only in (False, True):
+        # A mask of shape [length, length] looks like a batch where the length is the batch size; then the shapes of
+        # the probe do not fit, and the first tensor alone is taken for the batch.
+        try:
+            recorder = _run(gm, inputs, actual, probe, first_only)
+            break
+        except CaptureError:
+            if first_only:
+                raise
+    assert recorder is not None
+    for node, notes in recorder.notes.items():
+        node.meta |= notes
+        if "skipped" in notes:
+            del node.meta["site"]
+    _add_up_calls(gm)
+    return PassResult(gm, False)
+
+
+def _run(
+    gm: fx.GraphModule, inputs: list[tuple[fx.Node, Any]], actual: int, probe: int, first_only: bool
+) -> "_Recorder":
     mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), _Tracker(probe)
 
     def fake(value: Any, state: bool) -> Any:
@@ -56,9 +79,11 @@ def track_batch(
         if not isinstance(value, Tensor):
             return value
         shape = [int(size) for size in value.shape]
-        batched = not state and value.dim() > 0 and shape[0] == actual
+        taken = first_only and any(axis is not None for axis in tracker.axes.values())
+        batched = not state and not taken and value.dim() > 0 and shape[0] == actual
         with mode:
             made = torch.empty([probe, *shape[1:]] if batched else shape, dtype=value.dtype, device=value.device)
+        made.requires_grad_(value.requires_grad)
         if batched:
             tracker.axes[made] = BatchAxis(0)
         return made
@@ -69,9 +94,23 @@ def track_batch(
     swapped: dict[str, Tensor] = {
         name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
     }
+    recorder = _Recorder(gm, tracker, actual)
     with mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
-        _Recorder(gm, tracker, actual).run(*fakes, enable_io_processing=False)
-    return PassResult(gm, False)
+        recorder.run(*fakes, enable_io_processing=False)
+    return recorder
+
+
+def _add_up_calls(gm: fx.GraphModule) -> None:
+    """A layer that is called several times is one site: its FLOPs are those of all calls."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if "site" in node.meta:
+            calls.setdefault(node.meta["site"].name, []).append(node)
+    for nodes in calls.values():
+        total = sum(node.meta["site"].flops for node in nodes)
+        first = nodes[0].meta["site"]
+        for node in nodes:
+            node.meta["site"] = replace(first, flops=total)
 
 
 class _Tracker(TorchDispatchMode):
@@ -81,6 +120,7 @@ class _Tracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.batch = batch
         self.axes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._in_storage: dict[int, list[weakref.ref[Tensor]]] = {}
 
     def axis_of(self, value: Any) -> Axis:
         axis: Axis = self.axes.get(value) if isinstance(value, Tensor) else None
@@ -91,11 +131,15 @@ class _Tracker(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         carried = any(self.axis_of(value) is not None for value in inputs)
         result = func(*args, **kwargs)
-        if carried:
-            name = func.overloadpacket.__name__
-            for output in tree_leaves(result):
-                if isinstance(output, Tensor):
-                    self.axes[output] = self._axis(func, OpCall(name, args, kwargs, output, self.axis_of, self.batch))
+        for output in tree_leaves(result):
+            if isinstance(output, Tensor):
+                if carried:
+                    name = func.overloadpacket.__name__
+                    axis = self._axis(func, OpCall(name, args, kwargs, output, self.axis_of, self.batch))
+                    self.axes[output] = axis
+                    if func._schema.is_mutable:
+                        self._spread(output, axis)
+                self._in_storage.setdefault(_storage(output), []).append(weakref.ref(output))
         return result
 
     def _axis(self, func: Any, call: OpCall) -> Axis:
@@ -107,24 +151,62 @@ class _Tracker(TorchDispatchMode):
                 return Lost(f"an output of aten.{call.name} does not carry the batch")
         return axis
 
+    def _spread(self, written: Tensor, axis: Axis) -> None:
+        """What is written through one view is seen through all others of the same memory."""
+        for reference in self._in_storage.get(_storage(written), []):
+            other = reference()
+            if other is None or other is written or self.axis_of(other) == axis:
+                continue
+            alike = isinstance(axis, BatchAxis) and other.dim() == written.dim() and self.axis_of(other) is None
+            if alike and isinstance(axis, BatchAxis) and other.shape[axis.dim] == written.shape[axis.dim]:
+                self.axes[other] = axis
+            else:
+                self.axes[other] = Lost("a part of it was written through a view")
+
+
+def _storage(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
+
 
 class _Recorder(fx.Interpreter):
-    """Runs the graph node by node and writes shapes and axes into node.meta."""
+    """Runs the graph node by node and notes shapes and axes."""
 
     def __init__(self, gm: fx.GraphModule, tracker: _Tracker, actual: int) -> None:
         super().__init__(gm)
         self.tracker = tracker
         self.actual = actual
+        self.notes: dict[fx.Node, dict[str, Any]] = {}
+        self._dtypes: dict[fx.Node, torch.dtype] = {}
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)  # *args and **kwargs are packed already
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CaptureError(
+                f"node {n.name!r} ({node_source(n) or 'source line unknown'}) cannot be followed on shapes alone: "
+                f"{reason}. If its result depends on values (item(), boolean indexing), use torch.where or masks."
+            ) from error
         if isinstance(result, Tensor):
+            self._check_dtype(n, result)
             axis = self.tracker.axis_of(result)
-            n.meta["shape"] = self._shape(result, axis)
-            n.meta["batch_axis"] = axis if isinstance(axis, BatchAxis) else None
+            notes = {"shape": self._shape(result, axis), "batch_axis": axis if isinstance(axis, BatchAxis) else None}
+            self.notes[n] = notes
             if "site" in n.meta:
-                self._record_site(n, result, axis)
+                notes |= self._site(n, result, axis)
         return result
+
+    def _check_dtype(self, node: fx.Node, result: Tensor) -> None:
+        self._dtypes[node] = result.dtype
+        was = self._dtypes.get(node.meta.get("inplace_of", node))
+        if was is not None and was != result.dtype:
+            raise InplaceAliasError(
+                f"node {node.name!r} ({node_source(node) or 'source line unknown'}) is an in-place operation on {was}, "
+                f"whose out-of-place form gives {result.dtype}. Fix: cast the other operand to {was} first."
+            )
 
     def _shape(self, value: Tensor, axis: Axis) -> tuple[int, ...]:
         shape = [int(size) for size in value.shape]
@@ -132,25 +214,21 @@ class _Recorder(fx.Interpreter):
             shape[axis.dim] = axis.outer * self.actual * axis.inner
         return tuple(shape)
 
-    def _record_site(self, node: fx.Node, result: Tensor, output_axis: Axis) -> None:
+    def _site(self, node: fx.Node, result: Tensor, output_axis: Axis) -> dict[str, Any]:
         site: Site = node.meta["site"]
         x, weight = (self.env[arg] for arg in node.args[:2] if isinstance(arg, fx.Node))
         axis = self.tracker.axis_of(x)
         if not isinstance(axis, BatchAxis) or not isinstance(output_axis, BatchAxis):
             lost = axis if not isinstance(axis, BatchAxis) else output_axis
             why = lost.reason if isinstance(lost, Lost) else "its input does not carry the batch"
-            node.meta["skipped"] = Skipped(
-                site.name, site.op, f"samples cannot be told apart here: {why}", node_source(node)
-            )
-            del node.meta["site"]
-            return
-        node.meta["axis"], node.meta["output_axis"] = axis, output_axis
+            reason = f"samples cannot be told apart here: {why}"
+            return {"skipped": Skipped(site.name, site.op, reason, node_source(node))}
         per_output = 2 * weight.numel() // weight.shape[0]
-        per_sample = result.numel() // self.tracker.batch
-        node.meta["site"] = replace(
+        measured = replace(
             site,
             input_shape=self._shape(x, axis),
             output_shape=self._shape(result, output_axis),
             weight_shape=tuple(int(size) for size in weight.shape),
-            flops=per_output * per_sample,
+            flops=per_output * (result.numel() // self.tracker.batch),
         )
+        return {"axis": axis, "output_axis": output_axis, "site": measured}

@@ -122,10 +122,11 @@ def expected(layer: Layer, fmt: str, outputs: str, tensors: tuple[Tensor, ...], 
     return y, dx, dw, grad.sum(axis)
 
 
-def same(got: Any, wanted: Any) -> None:
+def same(got: Any, wanted: Any, tolerance: float = 0.0) -> None:
     for what, a, b in zip(("output", "grad_input", "grad_weight", "grad_bias"), got, wanted, strict=True):
         assert a.shape == b.shape, what
-        assert torch.equal(a, b), f"{what}: largest difference {(a - b).abs().max():.3g} of {b.abs().max():.3g}"
+        off, size = (a - b).abs().max().item(), b.abs().max().item()
+        assert off <= tolerance * size, f"{what}: largest difference {off:.3g} of {size:.3g}"
 
 
 BLOCK_BUG = "reference.py summed_sample_grads: for a linear, blocks of the weight's gradient run along dim 1 (outputs)"
@@ -141,7 +142,9 @@ def test_a_site_is_autograd_on_rounded_operands(
     if layer.op == "linear" and outputs == "all" and fmt.startswith("fp4_e2m1"):
         request.applymarker(pytest.mark.xfail(strict=True, reason=BLOCK_BUG))
     tensors = data(layer)
-    same(run(layer, fmt, outputs, tensors), expected(layer, fmt, outputs, tensors))
+    # For one sample of a conv1d, autograd sums in another order than the whole batch's kernel.
+    tolerance = 1e-6 if name == "conv1d" and outputs == "all" else 0.0
+    same(run(layer, fmt, outputs, tensors), expected(layer, fmt, outputs, tensors), tolerance)
 
 
 @pytest.mark.parametrize("name", LAYERS)
