@@ -68,6 +68,12 @@ class Format:
         """Whether every level has its negative."""
         return self.grid == tuple(-level for level in reversed(self.grid))
 
+    @property
+    def label(self) -> str:
+        """How drawings call it: FP4, FP8, or INT4 where the levels are evenly spaced."""
+        steps = {high - low for low, high in zip(self.grid, self.grid[1:], strict=False)}
+        return f"{'INT' if len(steps) == 1 else 'FP'}{self.bits}"
+
     def levels(self) -> tuple[float, ...]:
         """All values of the unit grid, ascending."""
         return self.grid

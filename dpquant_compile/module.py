@@ -12,6 +12,7 @@ from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph
 from dpquant_compile.dispatch import Dispatcher, LinkTable
 from dpquant_compile.explain import Explanation, explain, kernel_of
+from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
@@ -193,7 +194,8 @@ class CompiledModule(nn.Module):
         device = self._device()
         kernels = {site.name: str(kernel_of(site, self._spec, device)) for site in self._sites}
         title = type(self._original).__name__
-        return GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title)
+        low = get_format(self._spec.recipe.format).label
+        return GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title, low)
 
     def draw(self, path: str | Path) -> Path:
         """Write the graph as an SVG drawing, sites coloured by their precision."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphView"]
 
+# Stands in the page and the drawing for the name of the low-precision format.
+_LOW = "@LOW@"
+
 
 @dataclass(frozen=True)
 class GraphView:
@@ -37,6 +40,7 @@ class GraphView:
     policy: Policy
     kernels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     title: str = "model"
+    low: str = "FP4"
 
     @classmethod
     def build(
@@ -46,11 +50,15 @@ class GraphView:
         policy: Policy,
         kernels: Mapping[str, str] | None = None,
         title: str = "model",
+        low: str = "FP4",
     ) -> "GraphView":
-        """Describe `gm`, whose site nodes carry `meta["site"]`; `kernels` says per site name what runs it."""
+        """Describe `gm`, whose site nodes carry `meta["site"]`.
+
+        `kernels` says per site name what runs it, `low` what low precision is called in drawings.
+        """
         nodes, edges = contract(gm, sites)
         policy = resolve_policy(policy, sites.names)
-        return cls(nodes, edges, sites, policy, MappingProxyType(dict(kernels or {})), title)
+        return cls(nodes, edges, sites, policy, MappingProxyType(dict(kernels or {})), title, low)
 
     def with_policy(self, policy: str | Iterable[str]) -> "GraphView":
         """The same graph under another policy: a `Policy`, site names, "all" or "none"."""
@@ -82,7 +90,8 @@ class GraphView:
 
     def to_svg(self) -> str:
         """The drawing as an SVG document."""
-        return render_svg(self.nodes, self.edges, self.layout, self.sites, self.policy, self.title)
+        svg = render_svg(self.nodes, self.edges, self.layout, self.sites, self.policy, self.title)
+        return svg.replace(_LOW, self.low)
 
     def draw(self, path: str | Path) -> Path:
         """Write the drawing to `path`, which must end in .svg; return the path."""
@@ -102,7 +111,7 @@ class GraphView:
         page = render_html(
             self.nodes, self.edges, self.layout, self.sites, self.policy, epochs, self.kernels, self.title
         )
-        target.write_text(page, encoding="utf-8")
+        target.write_text(page.replace(_LOW, self.low), encoding="utf-8")
         return target
 
 

@@ -85,7 +85,7 @@ def render_svg(
     width = max(right - left, len(title) * 11.0, 400.0) + 2 * MARGIN
     height = bottom - top + header + 2 * MARGIN
     shift = (width - (right - left)) / 2 - left
-    count = f"{len(policy)} of {len(policy.universe)} sites in FP4 (policy {policy})"
+    count = f"{len(policy)} of {len(policy.universe)} sites in @LOW@ (policy {policy})"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" role="img" aria-label="{_text(f"{title}: {count}")}">'
@@ -112,7 +112,7 @@ def render_graph(
 
 def _legend() -> str:
     def site(x: int, style: str, text: str) -> str:
-        badge = '<g class="badge"><rect x="4" y="2" width="26" height="12" rx="3"/><text x="5" y="12">FP4</text></g>'
+        badge = '<g class="badge"><rect x="4" y="2" width="26" height="12" rx="3"/><text x="5" y="12">@LOW@</text></g>'
         return (
             f'<g class="node site {style}" transform="translate({x} 0)">'
             f'<rect class="box" width="34" height="16" rx="4"/>{badge}</g>'
@@ -145,7 +145,7 @@ def _node(node: ViewNode, placed: Layout, sites: SiteTable, policy: Policy) -> s
         return f"<g {attributes}>{tip}{rect}{text}</g>"
     badge = (
         f'<g class="badge"><rect x="{box.width - BADGE_WIDTH - 8:.1f}" y="11" width="{BADGE_WIDTH:.0f}" height="18" '
-        f'rx="4"/><text x="{box.width - BADGE_WIDTH / 2 - 8:.1f}" y="24" text-anchor="middle">FP4</text></g>'
+        f'rx="4"/><text x="{box.width - BADGE_WIDTH / 2 - 8:.1f}" y="24" text-anchor="middle">@LOW@</text></g>'
     )
     text = f'<text class="name" x="12" y="17">{name}</text>'
     text += f'<text class="detail" x="12" y="32">{_text(_detail(node, sites))}</text>'
