@@ -113,7 +113,7 @@ def _pointwise(call: OpCall) -> Axis:
 
 
 @rule("clone", "detach", "alias", "contiguous", "lift_fresh", "rand_like", "randn_like", "bernoulli", "bernoulli_")
-@rule("zeros_like", "ones_like", "empty_like", "full_like", "uniform_", "normal_", "native_alpha_dropout")
+@rule("zeros_like", "ones_like", "empty_like", "full_like", "uniform_", "normal_")
 def _same(call: OpCall) -> Axis:
     return call.first
 
@@ -150,7 +150,7 @@ def _permute(call: OpCall) -> Axis:
     return _moved(call.first, order.index(call.first.dim))
 
 
-@rule("transpose", "t", "numpy_T", "mT")
+@rule("transpose", "t")
 def _transpose(call: OpCall) -> Axis:
     rank = call.source.dim()
     a, b = (_positive(d, rank) for d in (call.argument(1, "dim0", 0), call.argument(2, "dim1", 1)))

@@ -182,6 +182,7 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
+    before = _Snapshot(model)
     try:
         exported, _ = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)(
             *args, **kwargs
@@ -191,6 +192,8 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"Dynamo cannot capture {type(model).__name__} as one graph: {_first_lines(error)}\n"
             "Fix: remove what it names from forward(), or compile the submodule that holds the convs and linears."
         ) from error
+    finally:
+        before.restore()  # Dynamo too leaves what forward() assigns, as fake tensors
     gm = graph_module_over(model, _renamed(exported, model), type(model).__name__)
     for name, child in exported.named_children():
         if any(node.target == name for node in gm.graph.nodes):

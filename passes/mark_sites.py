@@ -72,11 +72,12 @@ def declared_sites(model: nn.Module) -> SiteTable:
             if isinstance(module, nn.MultiheadAttention):
                 inside += (f"{name}.",)
                 for part in ("in_proj", "out_proj"):
-                    yield Site(f"{name}.{part}".removeprefix("."), "linear", 0, module_types=("MultiheadAttention",))
+                    path = f"{name}.{part}".removeprefix(".")
+                    yield Site(path, "linear", 0, module_types=_class_names(type(module)))
             elif isinstance(module, SITE_MODULES) and not name.startswith(inside or ("\0",)):
                 shape = tuple(module.weight.shape)
                 op = "linear" if isinstance(module, nn.Linear) else f"conv{len(shape) - 2}d"
-                kinds = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module))
+                kinds = _class_names(type(module))
                 yield Site(name, op, 0, f"{name}.weight", weight_shape=shape, module_types=kinds)
 
     return SiteTable(renumber(walk()))
@@ -163,6 +164,10 @@ def _module_types(node: fx.Node) -> tuple[str, ...]:
     _, cls = _made_by(node)
     if cls is None or not issubclass(cls, (*SITE_MODULES, nn.MultiheadAttention)):
         return ()
+    return _class_names(cls)
+
+
+def _class_names(cls: type) -> tuple[str, ...]:
     return tuple(c.__name__ for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
 
 

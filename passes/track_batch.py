@@ -95,7 +95,8 @@ def _run(
         name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
     }
     recorder = _Recorder(gm, tracker, actual)
-    with mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
+    # In inference mode PyTorch would hand over operators whole, such as aten.linear, that have no rules.
+    with torch.inference_mode(False), mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
         recorder.run(*fakes, enable_io_processing=False)
     return recorder
 
@@ -157,11 +158,26 @@ class _Tracker(TorchDispatchMode):
             other = reference()
             if other is None or other is written or self.axis_of(other) == axis:
                 continue
-            alike = isinstance(axis, BatchAxis) and other.dim() == written.dim() and self.axis_of(other) is None
-            if alike and isinstance(axis, BatchAxis) and other.shape[axis.dim] == written.shape[axis.dim]:
+            if isinstance(axis, BatchAxis) and self.axis_of(other) is None and _aligned(other, written, axis.dim):
                 self.axes[other] = axis
             else:
                 self.axes[other] = Lost("a part of it was written through a view")
+
+
+def _aligned(a: Tensor, b: Tensor, dim: int) -> bool:
+    """Whether index i of dimension `dim` is the same memory in two views of one storage, apart from other dimensions."""
+    if a.dim() != b.dim() or a.shape[dim] != b.shape[dim] or a.stride(dim) != b.stride(dim) or a.stride(dim) == 0:
+        return False
+    step = a.stride(dim)
+    larger = min((stride for stride in (*a.stride(), *b.stride()) if stride > step), default=None)
+    starts = set()
+    for view in (a, b):
+        offset = int(view.storage_offset())
+        within = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True) if stride < step)
+        if offset % step + within >= step:
+            return False  # a row reaches into the next
+        starts.add((offset if larger is None else offset % larger) // step)
+    return len(starts) == 1
 
 
 def _storage(value: Tensor) -> int:

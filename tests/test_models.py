@@ -4,11 +4,9 @@ All on the reference backend, where the compiled model and the original must agr
 """
 
 import copy
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +48,8 @@ def zoo(request: pytest.FixtureRequest) -> tuple[str, nn.Module, dpq.CompiledMod
     """An untouched model, and a compiled copy of it."""
     torch.manual_seed(0)
     original = ZOO[request.param][0]()
+    if request.param == "vit":
+        nn.init.normal_(original.heads.head.weight)  # zeros by default, which would hide everything before them
     return request.param, original, reference(copy.deepcopy(original))
 
 
@@ -87,8 +87,9 @@ def test_policy_none_is_the_original_bit_for_bit(zoo: tuple[str, nn.Module, dpq.
 
 def test_policy_all_is_its_variant_bit_for_bit(zoo: tuple[str, nn.Module, dpq.CompiledModule]) -> None:
     name, _, model = zoo
-    # Rounding the 100 million weights of VGG's first linear in plain torch takes a minute.
-    policy = [site for site in model.sites.names if (name, site) != ("vgg11", "classifier.0")]
+    # Rounding VGG's 120 million weights of linears in plain torch would take minutes; of deep models, every fifth site.
+    names = [site.name for site in model.sites if site.name not in ("classifier.0", "classifier.3") or name != "vgg11"]
+    policy = names if len(names) < 30 else names[::5]
     model.set_policy(policy)
     before = copy.deepcopy(dict(model.named_buffers()))
     switched = results(model, model, IMAGES)
@@ -271,21 +272,72 @@ def test_the_graph_can_be_drawn(tmp_path: Path) -> None:
     assert low == model.policy
 
 
-def test_a_run_depends_on_nothing_but_its_seed() -> None:
-    code = (
-        "import torch, dpquant_compile as dpq; torch.manual_seed(0); "
-        "m = dpq.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), 1, backend='reference'); "
-        "print(str(m.policy), m(torch.ones(3, 4)).sum().item().hex())"
-    )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert runs[0] == runs[1] and runs[0].startswith("1of2:")
+# Arguments and outputs
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, dpq.CompiledModule]:
+    original = seeded(make)
+    model = reference(copy.deepcopy(original))
+    model.set_policy("none")
+    return original, model
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Keywords(nn.Module):
+    """Arguments by position and by name, and several outputs; input [B, 4]."""
+
+    def __init__(self, kind: str = "tuple", dynamic: bool = False) -> None:
+        super().__init__()
+        self.fc, self.kind, self.dynamic = nn.Linear(4, 4), kind, dynamic
+
+    def forward(self, x: Tensor, *, scale: float = 2.0) -> Any:
+        y = self.fc(x)
+        if self.dynamic and y.shape[1] > 3:
+            y = y.relu()
+        if self.kind == "dict":
+            return {"y": y * scale, "more": [y, (x, None)]}
+        return Pair(y * scale, y) if self.kind == "dataclass" else (y * scale, [y])
+
+
+@dataclass
+class Pair:
+    scaled: Tensor
+    plain: Tensor
+
+
+def leaves(result: Any) -> list[Tensor]:
+    if isinstance(result, Pair):
+        return [result.scaled, result.plain]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if leaf is not None]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fx", "dynamo"])
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+def test_arguments_and_outputs_keep_their_form(kind: str, dynamic: bool, request: pytest.FixtureRequest) -> None:
+    if kind == "dataclass" and dynamic:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="Dynamo's export takes no dataclass as output"))
+    original, model = pair(lambda: Keywords(kind, dynamic))
+    for kwargs in ({}, {"scale": 3.0}):
+        ours, theirs = model(x=ROWS, **kwargs), original(ROWS, **kwargs)
+        assert type(ours) is type(theirs) and equal(leaves(ours), leaves(theirs))
+
+
+class Optional(nn.Module):
+    """Another layer when an argument is given; input [B, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.without, self.given = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.without(x) if mask is None else self.given(x) * mask
+
+
+@pytest.mark.xfail(strict=True, reason="fx decides `mask is None` wrongly, silently")
+def test_an_optional_argument_may_be_left_out() -> None:
+    original, model = pair(Optional)
+    assert torch.equal(model(ROWS, ROWS), original(ROWS, ROWS))
+    assert torch.equal(model(ROWS), original(ROWS))

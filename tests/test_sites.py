@@ -41,7 +41,7 @@ def test_table_prints_sites_and_reasons() -> None:
 def test_site_knows_its_layer(table: SiteTable) -> None:
     site = table["blocks.0.conv1"]
     assert (site.op, site.weight, site.bias) == ("conv2d", "blocks.0.conv1.weight", None)
-    assert site.weight_shape == (4, 4, 3, 3) and site.module_type == "Conv2d"
+    assert site.weight_shape == (4, 4, 3, 3) and site.module_types == ("Conv2d", "_ConvNd")
     assert site.geometry == ConvGeometry((1, 1), (1, 1), (1, 1), 1)
     assert site.source is not None and site.source.startswith("models.py:") and "self.conv1(x)" in site.source
     with pytest.raises(FrozenInstanceError):
@@ -100,7 +100,6 @@ def test_an_empty_list_is_an_error(table: SiteTable) -> None:
         select_sites(table, [])
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="select_sites calls or iterates whatever it is given")
 @pytest.mark.parametrize("chosen", [5, [5], [None]], ids=repr)
 def test_a_rule_of_the_wrong_kind_is_a_typed_error(table: SiteTable, chosen: Any) -> None:
     with pytest.raises(DPQuantError):
@@ -121,7 +120,6 @@ def test_types_find_subclasses_by_their_base() -> None:
     assert select_sites(collect_sites(canonical(model)), nn.Linear).names == ("0", "1")
 
 
-@pytest.mark.xfail(strict=True, raises=SiteError, reason="Site.module_type keeps only the torch.nn base class")
 def test_types_find_the_subclass_itself() -> None:
     class Standardised(nn.Linear):
         pass
@@ -146,7 +144,7 @@ def test_declared_sites_are_those_of_the_graph(make: Any) -> None:
     declared, found = declared_sites(model), collect_sites(canonical(model))
     assert declared.names == found.names
     assert [s.op for s in declared] == [s.op for s in found]
-    assert [s.module_type for s in declared] == [s.module_type for s in found]
+    assert [s.module_types for s in declared] == [s.module_types for s in found]
 
 
 def test_declared_sites_of_tied_layers() -> None:
