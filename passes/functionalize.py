@@ -57,7 +57,7 @@ def functionalize(gm: fx.GraphModule) -> PassResult:
             continue
         _check_aliases(node, target)
         result = _rewrite(node, target)
-        result.meta["inplace_of"] = target  # track_batch checks that the dtype stays the target's
+        result.meta["inplace_of"] = target.name  # track_batch checks that the dtype stays the target's
         _rename_later_uses(target, result)
         modified = True
     return PassResult(gm, modified)

@@ -54,7 +54,8 @@ def track_batch(
         # A mask of shape [length, length] looks like a batch where the length is the batch size; then the shapes of
         # the probe do not fit, and the first tensor alone is taken for the batch.
         try:
-            recorder = _run(gm, inputs, actual, probe, first_only)
+            with torch.inference_mode(False):  # in it PyTorch hands over operators whole (aten.linear), without rules
+                recorder = _run(gm, inputs, actual, probe, first_only)
             break
         except CaptureError:
             if first_only:
@@ -95,8 +96,7 @@ def _run(
         name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
     }
     recorder = _Recorder(gm, tracker, actual)
-    # In inference mode PyTorch would hand over operators whole, such as aten.linear, that have no rules.
-    with torch.inference_mode(False), mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
+    with mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
         recorder.run(*fakes, enable_io_processing=False)
     return recorder
 
@@ -165,7 +165,7 @@ class _Tracker(TorchDispatchMode):
 
 
 def _aligned(a: Tensor, b: Tensor, dim: int) -> bool:
-    """Whether index i of dimension `dim` is the same memory in two views of one storage, apart from other dimensions."""
+    """Whether two views of one storage agree on what memory belongs to each index of dimension `dim`."""
     if a.dim() != b.dim() or a.shape[dim] != b.shape[dim] or a.stride(dim) != b.stride(dim) or a.stride(dim) == 0:
         return False
     step = a.stride(dim)
@@ -192,7 +192,7 @@ class _Recorder(fx.Interpreter):
         self.tracker = tracker
         self.actual = actual
         self.notes: dict[fx.Node, dict[str, Any]] = {}
-        self._dtypes: dict[fx.Node, torch.dtype] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return next(self.args_iter)  # *args and **kwargs are packed already
@@ -216,8 +216,8 @@ class _Recorder(fx.Interpreter):
         return result
 
     def _check_dtype(self, node: fx.Node, result: Tensor) -> None:
-        self._dtypes[node] = result.dtype
-        was = self._dtypes.get(node.meta.get("inplace_of", node))
+        self._dtypes[node.name] = result.dtype
+        was = self._dtypes.get(node.meta.get("inplace_of", node.name))
         if was is not None and was != result.dtype:
             raise InplaceAliasError(
                 f"node {node.name!r} ({node_source(node) or 'source line unknown'}) is an in-place operation on {was}, "

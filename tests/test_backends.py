@@ -61,7 +61,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, BatchAxis | None]:
 
 @pytest.mark.parametrize("fmt", PLAIN)
 @given(batch=batches(), first=st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_compiled_quantizer_is_the_reference_bit_for_bit(
     fmt: str, batch: tuple[Tensor, BatchAxis | None], first: int
 ) -> None:
