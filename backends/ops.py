@@ -84,10 +84,11 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
     x = x.to(weight.dtype)
-    if low is None:
-        y = full_forward(call.op, call.geometry, x, weight, bias)
-    else:
-        y = low.forward(x, weight, bias, call, streams)
+    with _plain_dtypes(x):
+        if low is None:
+            y = full_forward(call.op, call.geometry, x, weight, bias)
+        else:
+            y = low.forward(x, weight, bias, call, streams)
     return y.contiguous(memory_format=_layout(call.op, x))
 
 
@@ -95,10 +96,11 @@ def _grad_input(
     grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
     like = x.to(weight.dtype)
-    if low is None:
-        dx = full_grad_input(call.geometry, grad, like, weight)
-    else:
-        dx = low.grad_input(grad, like, weight, call, streams)
+    with _plain_dtypes(x):
+        if low is None:
+            dx = full_grad_input(call.geometry, grad, like, weight)
+        else:
+            dx = low.grad_input(grad, like, weight, call, streams)
     return dx.to(x.dtype).contiguous(memory_format=_layout(call.op, x))
 
 
@@ -112,12 +114,18 @@ def _grad_params(
     low: Arithmetic | None,
 ) -> tuple[Tensor, Tensor]:
     x = x.to(weight.dtype)
-    if low is None:
-        dw, db = full_grad_params(call.geometry, grad, x, weight, mask)
-        return dw.contiguous(), db
     empty = weight.new_empty(0)
-    dw = low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
+    with _plain_dtypes(x):
+        if low is None:
+            dw, db = full_grad_params(call.geometry, grad, x, weight, mask)
+            return dw.contiguous(), db
+        dw = low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
     return dw.contiguous(), _bias_grad(grad, call) if mask[1] else empty
+
+
+def _plain_dtypes(x: Tensor) -> torch.autocast:
+    """Autocast off: what is computed here is what was said about the result's dtype."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _bias_grad(grad: Tensor, call: SiteCall) -> Tensor:
@@ -303,7 +311,9 @@ class _LowPrecisionSite(torch.autograd.Function):
         rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
         ctx.save_for_backward(rounded, rounded_weight, keys, samples)
         ctx.spec, ctx.layout = spec, _layout(spec.op, x)
-        return REFERENCE_SITE.product(rounded, rounded_weight, bias, spec, streams).contiguous(memory_format=ctx.layout)
+        with _plain_dtypes(x):
+            y = REFERENCE_SITE.product(rounded, rounded_weight, bias, spec, streams)
+        return y.contiguous(memory_format=ctx.layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -114,8 +114,11 @@ class EmulatedSite:
         key = _key("grad_weight", call, streams)
         dim = 1 if call.geometry is not None else 0
         xs, grads = to_samples(x, call.axis), to_samples(grad, call.output_axis)
-        if call.geometry is not None and xs.dim() == x.dim():
-            xs, grads = xs.unsqueeze(1), grads.unsqueeze(1)
+        if call.geometry is not None:
+            # The images of one sample, however they were folded into the batch.
+            count = xs.shape[0]
+            xs = xs.reshape(count, x.shape[0] // max(count, 1), *x.shape[1:])
+            grads = grads.reshape(count, grad.shape[0] // max(count, 1), *grad.shape[1:])
         for i in range(xs.shape[0]):
             dw, _ = full_grad_params(call.geometry, grads[i], xs[i], weight, (True, False))
             ids = streams.samples[i : i + 1]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from dpquant_compile.errors import CompileSpecError
@@ -58,6 +59,8 @@ def compile(
         inner=inner,
     )
     compiled = CompiledModule(model, spec, sites)
+    if isinstance(example_inputs, torch.Tensor):
+        raise CompileSpecError("example_inputs is a tensor; give the arguments of a call, such as example_inputs=(x,)")
     if example_inputs is not None:
         if isinstance(example_inputs, Mapping):
             compiled.capture(**example_inputs)

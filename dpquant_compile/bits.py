@@ -1,8 +1,9 @@
 """Counter-based random bits: a pure function of (seed, step, site, role, sample, element).
 
-Nothing here keeps state, so the bits are the same on every backend, thread count and micro-batch split, and after
-a resume. The upper levels of the counter are mixed in 64 bits, once per tensor or per sample; the element level,
-which runs for every number that is quantized, is plain int32 arithmetic that Inductor turns into one vector loop.
+Nothing here keeps state, so the bits are the same on every backend and thread count, after a resume, and, for samples
+with ids of their own, in every split into micro-batches. The upper levels of the counter are mixed in 64 bits, once per
+tensor or per sample; the element level, which runs for every number that is quantized, is plain int32 arithmetic that
+Inductor turns into one vector loop.
 
 The bits are for rounding. They are not cryptographic: the Gaussian noise of DP-SGD must not come from here.
 """

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpquant_compile.bits import ROLES, site_keys
+from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.policy import Policy, resolve_policy
 
 __all__ = ["Dispatcher", "LinkTable"]
@@ -36,7 +37,7 @@ class Dispatcher:
 
     The step advances when parameters changed since the last training forward (an optimizer step), so that all
     forwards between two optimizer steps see one rounding of the weights. The random bits are a function of
-    (seed, step, site, role, sample, element), with the sample's place in the batch as its id unless ids are set.
+    (seed, step, site, role, sample, element), with its place in the batch as a sample's id unless `sample_ids` are set.
     """
 
     def __init__(self, names: Sequence[str], seed: int, policy: Policy) -> None:
@@ -45,8 +46,10 @@ class Dispatcher:
         self.table = LinkTable(len(self.names))
         self.step = 0
         self.policy = policy
+        self.sample_ids: Tensor | None = None
         self._versions: int | None = None
         self._shown: tuple[Any, ...] | None = None
+        self._placed = True  # whether the table's ids are the places in the batch
 
     def set_policy(self, policy: "str | Iterable[str]") -> Policy:
         self.policy = resolve_policy(policy, self.names)
@@ -60,14 +63,37 @@ class Dispatcher:
                 self.step += 1
             self._versions = versions
         table = self.table
-        if batch > table.samples.shape[0]:
-            table.samples = torch.arange(1 << (batch - 1).bit_length())
+        self._show_samples(batch, device)
         wanted = (self.policy if low else None, self.seed, self.step, device)
-        if wanted != self._shown or table.samples.device != device:
+        if wanted != self._shown:
             table.policy = torch.tensor(self.policy.mask if low else [False] * len(self.names), dtype=torch.bool)
             table.keys = site_keys(self.seed, self.step, self.names).to(device)
-            table.samples = table.samples.to(device)
             self._shown = wanted
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Add sites; the rows of the others stay."""
+        self.names += tuple(names)
+        self.policy = Policy(self.policy, self.names)
+        self._shown = None
+
+    def changed(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether parameters changed since the last training forward."""
+        return self._versions is not None and _versions(parameters) != self._versions
+
+    def _show_samples(self, batch: int, device: torch.device) -> None:
+        table, size = self.table, max(FIRST_CAPACITY, 1 << max(batch - 1, 0).bit_length())
+        if self.sample_ids is not None:
+            if self.sample_ids.shape != (batch,):
+                raise CompileSpecError(
+                    f"sample_ids has shape {tuple(self.sample_ids.shape)} for a batch of {batch}: give one id per "
+                    "sample, or None to number them by their places"
+                )
+            samples = torch.zeros(max(size, table.samples.shape[0]), dtype=torch.int64)
+            samples[:batch] = self.sample_ids
+            table.samples, self._placed = samples.to(device), False
+        elif batch > table.samples.shape[0] or not self._placed or table.samples.device != device:
+            table.samples = torch.arange(max(size, table.samples.shape[0]), device=device)
+            self._placed = True
 
 
 def _versions(parameters: Iterable[Tensor]) -> int:

@@ -4,6 +4,7 @@ Dynamo finds this function by the entry point group `torch_dynamo_backends`, wit
 """
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,11 +15,11 @@ from torch import Tensor, fx
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph, Recorder, lower
 from dpquant_compile.dispatch import Dispatcher
-from dpquant_compile.errors import CompileSpecError, listing
+from dpquant_compile.errors import CaptureError, CompileSpecError, listing
 from dpquant_compile.explain import Explanation, explain
 from dpquant_compile.passes.infra import PassRecord, graph_module_over, node_source
 from dpquant_compile.passes.mark_sites import collect_sites
-from dpquant_compile.passes.track_batch import batch_size
+from dpquant_compile.passes.track_batch import hint
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget
 from dpquant_compile.sites import SiteTable, select_sites
 from dpquant_compile.spec import CompileSpec
@@ -89,10 +90,11 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
     spec, chosen = _read(options)
     log: list[PassRecord] = []
     graph = _prepare(gm)
-    graph = pipeline.canonical(graph, log)
-    graph = pipeline.tracked(graph, example_inputs, {}, False, log)
+    graph, batch = _tracked(pipeline.canonical(graph, log), example_inputs, log)
     found = collect_sites(graph)
     if not found:
+        for skip in found.skipped:
+            warnings.warn(f"dpquant: {skip.name} ({skip.op}) stays in full precision: {skip.reason}", stacklevel=2)
         return lower(spec.inner, Recorder())(gm, example_inputs) if spec.inner != "eager" else gm.forward
     device = next((value.device for value in example_inputs if isinstance(value, Tensor)), torch.device("cpu"))
     session = _session(options, spec, select_sites(found, chosen), device)
@@ -102,11 +104,11 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
     switched = pipeline.rewritten(graph, table, rows, str(spec.recipe), log)
     session.graphs.append(switched)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    inputs = [i for i, node in enumerate(nodes) if "state" not in node.meta]
+    carriers = [i for i, node in enumerate(nodes) if "state" not in node.meta and _size(example_inputs[i]) == batch]
     weights = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
 
     def begin(args: Sequence[Any]) -> tuple[Any, ...]:
-        batch = batch_size([args[i] for i in inputs], {})
+        batch = int(args[carriers[0]].shape[0])
         low = torch.is_grad_enabled() or spec.quantize_eval
         parameters = [args[i] for i in weights] if torch.is_grad_enabled() else None
         session.dispatcher.begin(batch=batch, device=device, low=low, parameters=parameters)
@@ -131,18 +133,55 @@ def _read(options: Any) -> tuple[CompileSpec, Any]:
     return CompileSpec.build(**given), chosen
 
 
+def _tracked(graph: fx.GraphModule, inputs: Sequence[Any], log: list[PassRecord]) -> tuple[fx.GraphModule, int]:
+    """The graph with its batch followed, and the size of that batch.
+
+    Dynamo orders inputs by their first use, so the batch need not come first: of the sizes that dimension 0 of the
+    inputs has, the one under which most sites can tell their samples apart is the batch.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    given = [value for node, value in zip(nodes, inputs, strict=True) if "state" not in node.meta]
+    sizes = list(dict.fromkeys(size for size in map(_size, given) if size is not None))
+    best: tuple[fx.GraphModule, int] | None = None
+    failure: CaptureError | None = None
+    for size in sizes:
+        symbolic = any(isinstance(v, Tensor) and v.dim() and isinstance(v.shape[0], torch.SymInt) for v in given)
+        try:
+            tried = pipeline.tracked(graph, inputs, {}, symbolic, log, batch=size)
+        except CaptureError as error:
+            failure = failure or error
+            continue
+        if best is None or len(collect_sites(tried)) > len(collect_sites(best[0])):
+            best = (tried, size)
+    if best is None and len(collect_sites(graph)) and failure is not None:
+        raise failure
+    return best or (graph, 0)
+
+
+def _size(value: Any) -> int | None:
+    return hint(value.shape[0]) if isinstance(value, Tensor) and value.dim() > 0 else None
+
+
 def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph as a module of its own, with the names of parameters and buffers on the inputs that carry them."""
     graph = graph_module_over(gm, gm.graph, "Graph")
     for node in graph.graph.nodes:
         node.meta["origin"] = "dynamo"
         node.meta["source"] = node_source(node)
-        if node.op == "placeholder":
-            source = getattr(node.meta.get("grapharg"), "source", None)
-            names = _STATE.findall(getattr(source, "name", "") or "")
-            if names:
-                node.meta["state"] = ".".join(names)
+    sources = {node: _source(node) for node in graph.graph.nodes if node.op == "placeholder"}
+    owners = {source.split("._")[0] for source in sources.values() if _STATE.search(source)}
+    for node, source in sources.items():
+        names = _STATE.findall(source)
+        # Also plain attributes of the module that holds the parameters: constants of the model, not of the batch.
+        attribute = next((source.removeprefix(f"{owner}.") for owner in owners if source.startswith(f"{owner}.")), None)
+        if names or attribute:
+            node.meta["state"] = ".".join(names) or attribute
     return graph
+
+
+def _source(node: fx.Node) -> str:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return str(getattr(source, "name", "") or "")
 
 
 def _add_inputs(graph: fx.GraphModule) -> None:

@@ -1,6 +1,6 @@
 """`explain()`: what every site runs as, by which kernel, and why the rest is not a site."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,16 +63,27 @@ def kernel_of(site: Site, spec: CompileSpec, device: torch.device) -> Choice:
     return choose_kernel(call, device)
 
 
-def explain(sites: SiteTable, policy: Policy, spec: CompileSpec, device: torch.device, training: bool) -> Explanation:
-    """The table for a model in its present state."""
+def explain(
+    sites: SiteTable,
+    policy: Policy,
+    spec: CompileSpec,
+    device: torch.device,
+    training: bool,
+    lost: Mapping[str, str] | None = None,
+) -> Explanation:
+    """The table for a model in its present state. `lost` are sites that the last call could not quantize, and why."""
     rows = []
     active = training or spec.quantize_eval
     for site in sites:
+        shape = "×".join(map(str, site.weight_shape)) if site.weight_shape else "?"
+        if lost and site.name in lost:
+            reason = f"in the last call: {lost[site.name]}"
+            rows.append(Row(site.name, site.op, shape, "skipped", "torch (full precision)", False, reason))
+            continue
         choice = kernel_of(site, spec, device)
         low = active and site.name in policy
         passed = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
         note = "; ".join(part for part in (choice.kernel.note if low else "", passed if low else "") if part)
-        shape = "×".join(map(str, site.weight_shape)) if site.weight_shape else "?"
         kernel = str(choice) if low else "torch (full precision)"
         rows.append(
             Row(site.name, site.op, shape, "low" if low else "full", kernel, low and choice.kernel.native, note)

@@ -97,7 +97,7 @@ def get_format(name_or_format: str | Format) -> Format:
     """The format of that name. A `Format` is returned as it is, registered or not."""
     if isinstance(name_or_format, Format):
         return name_or_format
-    if name_or_format not in _FORMATS:
+    if str(name_or_format) not in _FORMATS:
         raise FormatError(f"no format is named {name_or_format!r}. Choose one of: {listing(format_names())}")
     return _FORMATS[name_or_format]
 

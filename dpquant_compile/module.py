@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from torch import fx, nn
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph
 from dpquant_compile.dispatch import Dispatcher, LinkTable
+from dpquant_compile.errors import CaptureError
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
+from dpquant_compile.passes.mark_sites import collect_sites
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
-from dpquant_compile.programs import Programs, mark_batch_dynamic
-from dpquant_compile.sites import SiteFilter, SiteTable, select_sites
+from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
+from dpquant_compile.sites import SiteFilter, SiteTable, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
 from dpquant_compile.view import GraphView
@@ -60,8 +63,11 @@ class CompiledModule(nn.Module):
         self._spec = spec
         self._chosen = sites
         self._explicit = False
+        self._pending: tuple[str, ...] | None = None
         self._programs = Programs(original, spec, self._link)
-        self._sites = select_sites(self._programs.known_sites(), sites)
+        self._provisional = self._programs.provisional
+        known = self._programs.known_sites()
+        self._sites = known if self._provisional and not known else select_sites(known, sites)
         self._dispatcher = self._new_dispatcher()
         self._variants = VariantCache()
         self.use_variants = True
@@ -73,9 +79,10 @@ class CompiledModule(nn.Module):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._programs.normalise(args, kwargs)
         batch = batch_size(args, kwargs)
         program = self._programs.get(args, kwargs, batch)
-        low = self.training or self._spec.quantize_eval
+        low = self._original.training or self._spec.quantize_eval
         self._begin(batch, low)
         if batch < 2:
             # Dynamo specialises on sizes 0 and 1; such batches run the same graph, uncompiled.
@@ -86,10 +93,19 @@ class CompiledModule(nn.Module):
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture and prepare the graph for a call with these arguments, without running or compiling it."""
+        args, kwargs = self._programs.normalise(args, kwargs)
         self._programs.get(args, kwargs, batch_size(args, kwargs))
 
+    def recapture(self) -> None:
+        """Forget the captured graphs, after a change of the model that is not in its parameters, modes or modules.
+
+        Plain Python values that forward() reads, a rate or a flag, are constants of a captured graph.
+        """
+        self._programs.clear()
+        self._variants = VariantCache()
+
     def _begin(self, batch: int, low: bool) -> None:
-        parameters = self._original.parameters() if self.training else None
+        parameters = self._original.parameters() if self._original.training else None
         self._dispatcher.begin(batch=batch, device=self._device(), low=low, parameters=parameters)
 
     # Sites and policies
@@ -102,7 +118,10 @@ class CompiledModule(nn.Module):
     @property
     def budget(self) -> int:
         """k, the number of sites in low precision."""
-        return resolve_budget(self._spec.budget, self._sites.names)
+        skipped = "; ".join(f"{skip.name}: {skip.reason}" for skip in self._sites.skipped)
+        reasons = f" Skipped: {skipped}." if skipped else ""
+        names, provisional = self._sites.names, self._provisional
+        return resolve_budget(self._spec.budget, names, provisional=provisional, reasons=reasons)
 
     @property
     def policy(self) -> Policy:
@@ -116,8 +135,24 @@ class CompiledModule(nn.Module):
 
     @property
     def step(self) -> int:
-        """The optimizer steps seen so far; the random bits are a function of the seed and this counter."""
+        """Counts training forwards that found the parameters changed; the random bits are a function of seed and step.
+
+        It is set by hand where parameters change unseen, through `parameter.data`.
+        """
         return self._dispatcher.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._dispatcher.step = int(value)
+
+    @property
+    def sample_ids(self) -> torch.Tensor | None:
+        """The ids that the random bits of the next batches' samples are drawn by; None: their places in the batch."""
+        return self._dispatcher.sample_ids
+
+    @sample_ids.setter
+    def sample_ids(self, ids: torch.Tensor | None) -> None:
+        self._dispatcher.sample_ids = None if ids is None else torch.as_tensor(ids, dtype=torch.int64, device="cpu")
 
     def _new_dispatcher(self) -> Dispatcher:
         names = self._sites.names
@@ -126,14 +161,24 @@ class CompiledModule(nn.Module):
     def _link(self, found: SiteTable) -> tuple[LinkTable, dict[str, int]]:
         """Take over the sites that a graph really has; called once per captured program."""
         table = select_sites(found, self._chosen)
-        if self._programs.latest is None:
-            old = self._dispatcher
-            self._sites = table
-            if table.names != old.names:
-                self._dispatcher = self._new_dispatcher()
-                self._dispatcher.step = old.step
-                if self._explicit:
-                    self._dispatcher.set_policy(_renamed(old.policy, table.names))
+        gone = {skip.name for skip in found.skipped}
+        first, self._provisional = self._programs.latest is None, False
+        # A graph of one mode may lack layers that another has; what is skipped is no site in any.
+        others = [] if first and self._programs.was_provisional else [s for s in self._sites if s.name not in gone]
+        merged = [*table.sites, *(site for site in others if site.name not in table.names)]
+        self._sites = (
+            SiteTable(renumber(merged), table.skipped) if first else SiteTable(renumber(merged), self._sites.skipped)
+        )
+        old, names = self._dispatcher, self._sites.names
+        if first and set(names) != set(old.names):
+            self._dispatcher = self._new_dispatcher()
+            self._dispatcher.step, self._dispatcher.sample_ids = old.step, old.sample_ids
+            chosen = self._pending or (tuple(old.policy) if self._explicit else None)
+            if chosen is not None:
+                self._dispatcher.set_policy(_renamed(chosen, names))
+        elif not first:
+            self._dispatcher.extend([name for name in names if name not in old.names])
+        self._pending = None
         rows = {name: row for row, name in enumerate(self._dispatcher.names)}
         return self._dispatcher.table, rows
 
@@ -149,11 +194,20 @@ class CompiledModule(nn.Module):
         rows = {name: row for row, name in enumerate(self._dispatcher.names)}
         base, table = self._programs.readable(), self._dispatcher.table
         gm = pipeline.specialised(base, table, chosen, rows, str(self._spec.recipe), self._programs.log)
-        gm.register_forward_pre_hook(self._before_variant, with_kwargs=True)
+        gm.register_forward_pre_hook(partial(self._before_variant, site_axes(base)), with_kwargs=True)
         return gm
 
-    def _before_variant(self, gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begin(batch_size(args, kwargs), True)
+    def _before_variant(self, axes: Any, gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = batch_size(args, kwargs)
+        latest = self._programs.latest
+        program = self._programs.get(args, kwargs, batch)
+        self._programs.latest = latest or program
+        if site_axes(program.base) != axes:
+            raise CaptureError(
+                "this variant was made before the model had seen a batch of this shape, and its samples lie elsewhere: "
+                "call model.variant(policy) again"
+            )
+        self._begin(batch, True)
 
     def _resolve(self, policy: "str | Iterable[str]") -> Policy:
         return resolve_policy(policy, self._dispatcher.names)
@@ -178,7 +232,9 @@ class CompiledModule(nn.Module):
 
     def explain(self) -> Explanation:
         """What each site runs as now, by which kernel, native or emulated, and why the rest is skipped."""
-        return explain(self._sites, self.policy, self._spec, self._device(), self.training)
+        latest = self._programs.latest
+        lost = {s.name: s.reason for s in collect_sites(latest.base).skipped} if latest is not None else {}
+        return explain(self._sites, self.policy, self._spec, self._device(), self._original.training, lost)
 
     def trace_log(self) -> tuple[PassRecord, ...]:
         """Every pass over this model's graphs so far; `print` a record to read the graph before and after it."""
@@ -235,14 +291,15 @@ class CompiledModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         # The graphs and compiled programs stay behind: they are made again from the model and the spec.
         chosen = self._sites.names if self._chosen is not None else None
-        state = {"step": self.step, "policy": tuple(sorted(self.policy)), "explicit": self._explicit}
+        changed = self._original.training and self._dispatcher.changed(self._original.parameters())
+        state = {"step": self.step + changed, "policy": tuple(sorted(self.policy)), "explicit": self._explicit}
         return _restore, (self._original, self._spec, chosen, state)
 
     def extra_repr(self) -> str:
         return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe}"
 
 
-def _renamed(policy: Policy, names: Sequence[str]) -> list[str]:
+def _renamed(policy: Iterable[str], names: Sequence[str]) -> list[str]:
     """A policy on declared sites as one on captured sites: "in_proj" may turn out to be "in_proj.q" and others."""
     parts = {name: [n for n in names if n.startswith(f"{name}.")] for name in policy if name not in names}
     return [new for name in policy for new in (parts.get(name) or [name])]
@@ -253,6 +310,9 @@ def _restore(
 ) -> CompiledModule:
     module = CompiledModule(original, spec, chosen)
     module._dispatcher.step = state["step"]
-    module._dispatcher.set_policy(state["policy"])
     module._explicit = state["explicit"]
+    if set(state["policy"]) <= set(module._dispatcher.names):
+        module._dispatcher.set_policy(state["policy"])
+    if module._provisional:
+        module._pending = state["policy"]  # its sites are known when the graph is
     return module

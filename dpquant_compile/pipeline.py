@@ -1,6 +1,6 @@
 """The order of the passes: from a captured graph to one that switches, or one that is specialised."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,22 +22,27 @@ __all__ = ["CANONICAL_PASSES", "canonical", "rewritten", "specialised", "tracked
 CANONICAL_PASSES = (expand_attention, inline_modules, functionalize, canonicalize, mark_sites)
 
 
-def canonical(gm: fx.GraphModule, log: list[PassRecord]) -> fx.GraphModule:
+def canonical(gm: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
     """The one form that both ways of capture end in, with its sites marked."""
     origin = next((node.meta.get("origin", "capture") for node in gm.graph.nodes), "capture")
     return run_passes(gm, CANONICAL_PASSES, origin=origin, log=log)
 
 
 def tracked(
-    gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], any_batch: bool, log: list[PassRecord]
+    gm: fx.GraphModule,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    any_batch: bool,
+    log: MutableSequence[PassRecord],
+    batch: int | None = None,
 ) -> fx.GraphModule:
     """The same graph, knowing its shapes and where the samples lie at every site."""
-    step = partial(track_batch, args=args, kwargs=kwargs, any_batch=any_batch)
+    step = partial(track_batch, args=args, kwargs=kwargs, any_batch=any_batch, batch=batch)
     return run_passes(_copied(gm), (step,), origin=log[-1].name if log else "mark_sites", log=log)
 
 
 def rewritten(
-    gm: fx.GraphModule, table: nn.Module, rows: dict[str, int], recipe: str, log: list[PassRecord]
+    gm: fx.GraphModule, table: nn.Module, rows: dict[str, int], recipe: str, log: MutableSequence[PassRecord]
 ) -> fx.GraphModule:
     """The graph with a switch at each site, reading `table`."""
     step = partial(insert_switches, rows=rows, recipe=recipe)
@@ -52,7 +57,7 @@ def specialised(
     policy: frozenset[str],
     rows: dict[str, int],
     recipe: str,
-    log: list[PassRecord],
+    log: MutableSequence[PassRecord],
 ) -> fx.GraphModule:
     """The graph for one policy."""
     step = partial(specialize, policy=policy, rows=rows, recipe=recipe)

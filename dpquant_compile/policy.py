@@ -73,27 +73,30 @@ def resolve_policy(policy: "str | Iterable[str]", universe: Sequence[str]) -> Po
     return Policy(policy, universe)
 
 
-def resolve_budget(budget: float, universe: Sequence[str]) -> int:
+def resolve_budget(budget: float, universe: Sequence[str], *, provisional: bool = False, reasons: str = "") -> int:
     """The number k of sites that `budget` stands for: an int is k itself, a float a fraction of n.
+
+    While the sites are `provisional`, known from the modules alone, a k that is too large waits for the rest.
+    `reasons` says why layers are no sites, for the message.
 
     >>> resolve_budget(0.75, ["a", "b", "c", "d"])
     3
     """
     n = len(universe)
     have = f"The model has n = {n} sites: {listing(universe)}." if n else "The model has n = 0 sites."
-    if n == 0:
-        raise BudgetError(
-            f"budget={budget!r}: there is nothing to quantize. {have} A site is a conv or a linear that `sites=` "
-            "selects; explain() lists what was skipped, and why."
-        )
     if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise BudgetError(
             f"budget={budget!r} is a {type(budget).__name__}; give an int from 0 to n or a fraction. {have}"
         )
+    if n == 0 and not provisional:
+        raise BudgetError(
+            f"budget={budget!r}: there is nothing to quantize. {have} A site is a conv or a linear that `sites=` "
+            f"selects.{reasons}"
+        )
     if isinstance(budget, numbers.Integral):
-        if not 0 <= int(budget) <= n:
-            raise BudgetError(f"budget={budget!r} is not between 0 and n. {have}")
-        return int(budget)
+        if int(budget) < 0 or (int(budget) > n and not provisional):
+            raise BudgetError(f"budget={budget!r} is not between 0 and n. {have}{reasons}")
+        return min(int(budget), n)
     if not 0.0 <= float(budget) <= 1.0 or math.isnan(budget):
         raise BudgetError(
             f"budget={budget!r}: a float is a fraction from 0.0 to 1.0 of the sites; for a count give an int. {have}"

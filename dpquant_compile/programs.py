@@ -1,5 +1,7 @@
 """Programs: captured graphs with their switches in, one per mode and kind of input, and what runs them."""
 
+import inspect
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +14,15 @@ from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph, Recorder, lower
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import CaptureError, NotCapturedError
-from dpquant_compile.passes.capture import capture_dynamo, capture_fx
-from dpquant_compile.passes.infra import PassRecord
+from dpquant_compile.passes.capture import Snapshot, capture_dynamo, capture_fx
+from dpquant_compile.passes.infra import PassRecord, bind_inputs
 from dpquant_compile.passes.insert_switches import axes_of
 from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
+from dpquant_compile.passes.track_batch import without_hooks
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["Program", "Programs", "mark_batch_dynamic"]
+__all__ = ["Program", "Programs", "mark_batch_dynamic", "site_axes"]
 
 Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 
@@ -54,17 +57,24 @@ class Programs:
     def __init__(self, original: nn.Module, spec: CompileSpec, link: Link) -> None:
         self.original = original
         self.spec = spec
-        self.log: list[PassRecord] = []
+        self.log: deque[PassRecord] = deque(maxlen=256)
         self.recorder = Recorder()
         self._link = link
+        self._signature = inspect.signature(original.forward)
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._traced: dict[Hashable, fx.GraphModule | CaptureError] = {}
         self.latest: Program | None = None
+        self.was_provisional = self.provisional
 
     @property
     def graphs(self) -> tuple[AotGraph, ...]:
         """The forward and backward graphs compiled so far."""
         return tuple(self.recorder.graphs)
+
+    @property
+    def provisional(self) -> bool:
+        """Whether only the modules say what the sites are, until Dynamo has captured the model."""
+        return self.latest is None and isinstance(self._trace(), CaptureError)
 
     def known_sites(self) -> SiteTable:
         """The sites as far as they can be known now: from the last graph, a trace, or the modules alone."""
@@ -94,9 +104,32 @@ class Programs:
         self.latest = program
         return program
 
-    def _mode(self) -> tuple[bool, ...]:
-        # Per module, since a frozen BatchNorm is in eval() while the rest trains.
-        return tuple(module.training for module in self.original.modules())
+    def _mode(self) -> tuple[tuple[int, bool], ...]:
+        # Per module, since a frozen BatchNorm is in eval() while the rest trains; and which module, since a layer may
+        # be replaced. Programs keep the modules they were made of, so no other can come to have the same id.
+        return tuple((id(module), module.training) for module in self.original.modules())
+
+    def clear(self) -> None:
+        """Forget all graphs; the next forward captures the model as it then is."""
+        self._programs.clear()
+        self._traced.clear()
+        self.latest = None
+
+    def normalise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call without optional arguments that are given at their defaults."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return tuple(args), dict(kwargs)  # the model's own forward will say what is wrong
+        given, parameters = dict(bound.arguments), self._signature.parameters
+        for name in reversed(list(given)):
+            p = parameters[name]
+            if p.default is p.empty or not _is_default(given[name], p.default):
+                break
+            del bound.arguments[name]
+        defaults = {name: p.default for name, p in parameters.items()}
+        extra = {n: v for n, v in bound.kwargs.items() if not _is_default(v, defaults.get(n, _NONE))}
+        return bound.args, extra
 
     def _trace(self) -> fx.GraphModule | CaptureError:
         mode = self._mode()
@@ -106,14 +139,23 @@ class Programs:
         return self._traced[mode]
 
     def _prepare(self, mode: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        gm, any_batch = self._trace(), True
-        traced = not isinstance(gm, CaptureError)
+        gm, any_batch, traced = self._trace(), True, False
+        if not isinstance(gm, CaptureError):
+            wrong = _disagreement(self.original, gm, args, kwargs)
+            traced = wrong is None
+            gm = gm if wrong is None else CaptureError(wrong)
         if isinstance(gm, CaptureError):
             captured, any_batch = capture_dynamo(self.original, args, kwargs)
             gm = pipeline.canonical(captured, self.log)
-        gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
-        for key, program in self._programs.items() if traced else ():
-            if key[0] == mode and _axes(program.base) == _axes(gm):
+        try:
+            gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
+        except CaptureError:
+            if not any_batch:
+                raise
+            any_batch = False  # a model that holds for one batch size only, because it writes that size as a number
+            gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
+        for key, program in self._programs.items() if traced and any_batch else ():
+            if key[0] == mode and site_axes(program.base) == site_axes(gm):
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
         switched = pipeline.rewritten(gm, table, rows, str(self.spec.recipe), self.log)
@@ -128,11 +170,60 @@ class Programs:
         return compiled
 
 
+_NONE = object()
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (
+        type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
+    )
+
+
+def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Why a trace does not stand for the model on this call; None if both give the same.
+
+    A trace takes each branch once. One that depends on more than the modules' modes (an isinstance, a random number, an
+    argument that was not given) shows here, and then Dynamo captures the model instead. Nothing is left changed.
+    """
+    try:
+        bind_inputs(gm, args, kwargs)
+    except TypeError:
+        return "the call gives arguments that the trace does not take"
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = Snapshot(model)
+    results = []
+    with torch.no_grad(), without_hooks(model):
+        for run in (model.forward, gm.forward):
+            with torch.random.fork_rng(devices=[]):
+                try:
+                    copied, named = tree_map(_cloned, (tuple(args), dict(kwargs)))  # a model may write into its input
+                    results.append(tree_leaves(run(*copied, **named)))
+                except Exception as error:  # the model's own error, or the trace's
+                    results.append([type(error)])
+            for buffer, value in kept:
+                buffer.copy_(value)
+            before.restore()
+    if not isinstance(results[0][0] if results[0] else None, Tensor):
+        return None  # the model itself fails on this call, or returns no tensor: its own error is the one to see
+    same = len(results[0]) == len(results[1]) and all(map(_equal, *results))
+    return None if same else "the trace computes something else than the model on this call"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b)
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
 def mark_batch_dynamic(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> None:
     """Tell Dynamo that dimension 0 varies, so that a Poisson batch of another size compiles nothing."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _without_data(value: Any) -> Any:
@@ -148,10 +239,12 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Ha
                 batched = leaf.dim() > 0 and leaf.shape[0] == batch
                 yield (leaf.dtype, leaf.device.type, batched, tuple(leaf.shape[1:] if batched else leaf.shape))
             else:
-                yield leaf if isinstance(leaf, Hashable) else repr(leaf)
+                # With its type, since 1, 1.0 and True are equal and may take different branches.
+                yield (type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf))
 
     return (spec, tuple(describe()))
 
 
-def _axes(gm: fx.GraphModule) -> tuple[Any, ...]:
+def site_axes(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """Where the samples lie at every site of a graph."""
     return tuple((node.name, axes_of(node)) for node in gm.graph.nodes if "site" in node.meta)

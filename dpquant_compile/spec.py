@@ -34,6 +34,8 @@ class CompileSpec:
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral):
             raise CompileSpecError(f"seed={self.seed!r} is not an int")
+        if not isinstance(self.quantize_eval, bool):
+            raise CompileSpecError(f"quantize_eval={self.quantize_eval!r} is not True or False")
         if self.inner not in INNER_COMPILERS:
             raise CompileSpecError(f"inner={self.inner!r} is none of {listing(INNER_COMPILERS)}")
         if self.recipe.backend not in backend_names():

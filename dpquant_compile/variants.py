@@ -147,11 +147,10 @@ class VariantCache:
     def get(self, program: Program, policy: Policy) -> Callable[..., Any] | None:
         """The compiled variant of `program` for `policy`, if there is one."""
         key = (id(program), policy)
-        if key not in self._ready:
-            return None
         with self._lock:
-            self._ready.move_to_end(key)
-            return self._ready[key]
+            if key in self._ready:
+                self._ready.move_to_end(key)
+            return self._ready.get(key)
 
     def precompile(
         self, programs: Programs, table: LinkTable, policies: Sequence[Policy], background: bool
@@ -225,6 +224,7 @@ def _children(graph: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
 
 
 def _blank(value: Any) -> Any:
+    # A meta tensor knows no device; the model's own tells where its inputs are.
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 

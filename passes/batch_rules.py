@@ -41,6 +41,7 @@ class OpCall:
     output: Tensor
     axis_of: Callable[[Any], Axis]
     batch: int
+    was_contiguous: bool = True  # the first argument, before the call
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
@@ -135,11 +136,12 @@ def _view(call: OpCall) -> Axis:
 
 @rule("as_strided", "as_strided_")
 def _as_strided(call: OpCall) -> Axis:
-    """Pooling restrides its result in place; that is harmless if the non-trivial dimensions stay row-major."""
+    """Pooling restrides its result in place; that is harmless if it was row-major and stays so."""
     sizes, strides = call.argument(1, "size"), call.argument(2, "stride")
     kept = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
     row_major = [math.prod(size for size, _ in kept[i + 1 :]) for i in range(len(kept))]
-    if tuple(sizes) == tuple(call.source.shape) and [stride for _, stride in kept] == row_major:
+    whole = tuple(sizes) == tuple(call.source.shape) and call.argument(3, "storage_offset") in (None, 0)
+    if whole and call.was_contiguous and [stride for _, stride in kept] == row_major:
         return call.first
     return Lost("as_strided may lay samples over each other")
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.infra import copy_graph, graph_module_over, node_source, user_frames
 
-__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
+__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Snapshot", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
 
 SITE_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 TRANSPOSED_MODULES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -85,22 +85,24 @@ def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
     """Trace `model` symbolically, without an input.
 
     Returns the graph, or, where fx cannot trace the model (control flow on values, unpacked arguments), the
-    reason as an error, for the caller to hold while it waits for an input that Dynamo can use.
+    reason as an error, for the caller to hold while it waits for an input that Dynamo can use. The graph takes the
+    arguments of forward() that have no default; the others are at their defaults in it.
     Numerics: unchanged. Ensures: node.meta["source"] where known, node.meta["origin"].
     """
     if isinstance(model, fx.GraphModule):
         # Already a graph (exported, or traced by the user): keep the program, run it over the same modules.
         return _finish(model, copy_graph(model.graph))
-    before = _Snapshot(model)
+    before = Snapshot(model)
     try:
-        graph = Tracer().trace(model)
+        graph = Tracer().trace(_required_only(model))
     except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
         before.restore()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return CaptureError(f"torch.fx cannot trace {type(model).__name__}: {reason}")
+    # Tensors that forward() makes of plain numbers.
     constants = {name: value for name, value in vars(model).items() if name.startswith("_tensor_constant")}
     for name in constants:
-        del model.__dict__[name]  # where fx puts tensors that forward() makes of plain numbers
+        del model.__dict__[name]
     changed = before.restore()
     if changed is not None:
         return CaptureError(f"forward() of {type(model).__name__} assigns {changed}, which a trace would do only once")
@@ -111,7 +113,7 @@ def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
     return _finish(model, graph, constants)
 
 
-class _Snapshot:
+class Snapshot:
     """The attributes of a model's modules before a trace, to undo what the trace assigned."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -156,6 +158,29 @@ def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | No
     return _stamp(gm, "capture_fx")
 
 
+def _required_only(model: nn.Module) -> nn.Module:
+    """A module over the same children and tensors whose forward takes only the arguments without defaults.
+
+    A trace would hand a placeholder to an optional argument, and `if mask is not None` would always be true.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    if all(p.default is p.empty for p in parameters):
+        return model
+    names = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if any(p.default is p.empty and p.name not in names for p in parameters):
+        raise CaptureError("forward() mixes optional arguments with *args, **kwargs or keyword-only ones")
+    scope: dict[str, Any] = {"call": model.forward}
+    exec(f"def forward(self, {', '.join(names)}): return call({', '.join(names)})", scope)
+    shell = type(type(model).__name__, (nn.Module,), {"forward": scope["forward"]})()
+    for name in ("_modules", "_parameters", "_buffers"):
+        shell.__dict__[name] = getattr(model, name)
+    shell.training = model.training
+    result: nn.Module = shell
+    return result
+
+
 def _is_opaque(node: fx.Node) -> bool:
     """A function of the user's (torch.fx.wrap) that takes parameters, and may hide convs and linears."""
     if node.op != "call_function" or not inspect.isfunction(node.target):
@@ -182,7 +207,7 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
-    before = _Snapshot(model)
+    before = Snapshot(model)
     try:
         exported, _ = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)(
             *args, **kwargs

@@ -241,6 +241,8 @@ def _project_inputs(
 def _site(spec: _Attention, name: str, x: Any, weight: Any, bias: Any) -> Any:
     y: Any = F.linear(x, weight, bias)
     y.node.meta["site_hint"] = f"{spec.owner}.{name}".removeprefix(".")
+    if name != "out_proj":
+        y.node.meta["expects_batch_dim"] = 1  # of [length, batch, width]; track_batch checks it
     return y
 
 

@@ -36,6 +36,8 @@ _VIEWS = {
 }
 # Views in eval mode, where they return their input.
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+# Operations that return several new tensors.
+_TUPLES = {"topk", "sort", "max", "min", "median", "mode", "kthvalue", "aminmax", "std_mean", "var_mean", "tuple"}
 _STATE_ONLY = {"requires_grad_", "share_memory_", "retain_grad"}
 
 
@@ -53,7 +55,7 @@ def functionalize(gm: fx.GraphModule) -> PassResult:
     modified = False
     for node in list(gm.graph.nodes):
         target = mutated_input(node)
-        if target is None or root_of(target).op == "get_attr":
+        if target is None or _is_state(root_of(target)):
             continue
         _check_aliases(node, target)
         result = _rewrite(node, target)
@@ -61,6 +63,11 @@ def functionalize(gm: fx.GraphModule) -> PassResult:
         _rename_later_uses(target, result)
         modified = True
     return PassResult(gm, modified)
+
+
+def _is_state(node: fx.Node) -> bool:
+    # Tensors that forward() makes of plain numbers are made anew in each call, though the trace keeps one of them.
+    return node.op == "get_attr" and not str(node.target).startswith("_const._tensor_constant")
 
 
 def mutated_input(node: fx.Node) -> fx.Node | None:
@@ -138,9 +145,15 @@ def _is_view(node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target) in _VIEWS
     name = str(getattr(node.target, "__name__", ""))
+    if name == "getitem" and node.args and isinstance(node.args[0], fx.Node) and _op(node.args[0]) in _TUPLES:
+        return False
     if node.op == "call_function" and name in _DROPOUTS:
         return node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True) is False
     return node.op == "call_function" and name in _VIEWS
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
 
 
 def root_of(node: fx.Node) -> fx.Node:

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,7 @@ def run_passes(
     passes: Sequence[Pass],
     *,
     origin: str,
-    log: list[PassRecord],
+    log: MutableSequence[PassRecord],
     invariants: Iterable[Invariant] = (),
 ) -> fx.GraphModule:
     """Run `passes` in order, check each output graph, append one `PassRecord` per pass to `log`.

@@ -14,6 +14,7 @@ from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.capture import SITE_MODULES, TRANSPOSED_MODULES
 from dpquant_compile.passes.functionalize import mutated_input, root_of
 from dpquant_compile.passes.infra import PassResult, clean_path, node_source, op_name
+from dpquant_compile.passes.inline_modules import has_hooks
 from dpquant_compile.sites import ConvGeometry, Site, SiteTable, Skipped, renumber
 
 __all__ = ["collect_sites", "declared_sites", "mark_sites"]
@@ -128,7 +129,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
     parameter, value = _parameter(gm, weight)
     bias, _ = _parameter(gm, node.args[2])
     op = "linear" if node.target is F.linear else f"conv{CONVS.index(node.target) + 1}d"
-    name = node.meta.get("site_hint") or _site_name(node, parameter)
+    name = node.meta.get("site_hint") or _site_name(node, parameter, found)
     known = found.get(name)
     if known is not None and known.weight != parameter:
         name = f"{name}.{node.name}"
@@ -182,13 +183,19 @@ def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor 
     return None, None
 
 
-def _site_name(node: fx.Node, parameter: str | None) -> str:
+def _site_name(node: fx.Node, parameter: str | None, found: dict[str, Site]) -> str:
     path, cls = _made_by(node)
     if path and cls is not None and issubclass(cls, SITE_MODULES):
         return path  # the layer's own name, also where its weight is tied to another's, or computed
     if parameter is not None:
         return parameter.removesuffix(".weight")
-    return f"{path}.{node.name}" if path else node.name
+    # Not the node's name, which counts over the whole graph and so differs between train() and eval().
+    scope, op = (
+        f"{path}." if path else "",
+        "linear" if node.target is F.linear else f"conv{CONVS.index(node.target) + 1}d",
+    )
+    taken = [name for name in found if name == f"{scope}{op}" or name.startswith(f"{scope}{op}_")]
+    return f"{scope}{op}_{len(taken)}" if taken else f"{scope}{op}"
 
 
 def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skipped | None:
@@ -202,9 +209,12 @@ def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skippe
         elif any(isinstance(child, (*SITE_MODULES, nn.MultiheadAttention)) for child in module.modules()):
             inside = [n for n, child in module.named_modules() if isinstance(child, SITE_MODULES) and n]
             held = f"; inside it: {listing(inside, 12)}" if inside else ""
-            reason = f"{type(module).__name__} has hooks, which a compiled site would not call, so it stays whole{held}"
+            why = "has hooks, which a compiled site would not call" if has_hooks(module) else "cannot be traced by fx"
+            reason = f"{type(module).__name__} {why}, so it stays whole{held}"
         elif isinstance(module, _RECURRENT):
             reason = f"{type(module).__name__} keeps its products inside one operator; write it with nn.Linear"
+    elif isinstance(node.target, torch._ops.HigherOrderOperator) and _holds_products(gm, node):
+        reason = "its convs and linears run inside a region (checkpoint, or the like) that is kept whole"
     elif node.op == "call_function" and node.target in _TRANSPOSED:
         reason = "transposed convolution is not supported in low precision"
         name = (_parameter(gm, node.args[1])[0] or name).removesuffix(".weight")
@@ -217,6 +227,25 @@ def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skippe
                 f"a {op_name(node)} with a parameter is no linear; write it as F.linear or nn.Linear to quantize it"
             )
     return None if reason is None else Skipped(name, op_name(node), reason, node_source(node))
+
+
+def _holds_products(gm: fx.GraphModule, node: fx.Node) -> bool:
+    bodies = [
+        gm.get_submodule(str(arg.target))
+        for arg in node.all_input_nodes
+        if arg.op == "get_attr" and _is_module(gm, arg)
+    ]
+    return any(
+        inner.target in CONVS or inner.target is F.linear
+        for body in bodies
+        if isinstance(body, fx.GraphModule)
+        for inner in body.graph.nodes
+    )
+
+
+def _is_module(gm: fx.GraphModule, node: fx.Node) -> bool:
+    owner, _, name = str(node.target).rpartition(".")
+    return name in gm.get_submodule(owner)._modules
 
 
 def _reads_parameter(node: fx.Node) -> bool:

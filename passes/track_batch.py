@@ -1,13 +1,15 @@
 """Pass: follow the batch through the graph, so that every site knows which elements belong to one sample."""
 
+import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,86 +21,137 @@ from dpquant_compile.passes.batch_rules import Axis, Lost, OpCall, output_axis
 from dpquant_compile.passes.infra import PassResult, bind_inputs, node_source
 from dpquant_compile.sites import BatchAxis, Site, Skipped
 
-__all__ = ["batch_size", "track_batch"]
+__all__ = ["batch_size", "hint", "track_batch", "without_hooks"]
 
-# A prime, so that no fold of the batch is mistaken for a plain dimension.
-PROBE_BATCH = 7
+# Two large primes in place of the batch size: what a model writes as a number (reshape(7, -1)) is neither, and an axis
+# that is right for both is not right by chance.
+PROBES = (1009, 1013)
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """The size of dimension 0 of the first tensor with dimensions among the arguments of a call."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
+            return hint(leaf.shape[0])
     raise CaptureError("the model was called without a tensor that has a batch dimension; pass the batch as a tensor")
 
 
 def track_batch(
-    gm: fx.GraphModule, *, args: Sequence[Any], kwargs: Mapping[str, Any], any_batch: bool = True
+    gm: fx.GraphModule,
+    *,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    any_batch: bool = True,
+    batch: int | None = None,
 ) -> PassResult:
     """Run the graph on fake tensors of the call's shapes and write what is learnt into node.meta.
 
     Sets meta["shape"] (with the call's batch size) and meta["batch_axis"] on nodes with tensor outputs; on site nodes
     meta["axis"], the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A
     site whose batch cannot be followed becomes a meta["skipped"] with the reason: quantizing it could give one scale
-    to many samples.
+    to many samples. With `any_batch` the result holds for all batch sizes, else for this call's only; `batch` is the
+    batch size where it is not that of the first tensor.
     Requires: `mark_sites`; dimension 0 of the inputs is the batch. Ensures: nodes and edges are untouched.
     Numerics: unchanged; nothing is computed.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = list(zip(placeholders, bind_inputs(gm, args, kwargs), strict=True))
-    actual = batch_size([value for node, value in inputs if "state" not in node.meta], {})
-    probe = PROBE_BATCH if any_batch else actual
-    recorder = None
-    for first_only in (False, True):
-        # A mask of shape [length, length] looks like a batch where the length is the batch size; then the shapes of
-        # the probe do not fit, and the first tensor alone is taken for the batch.
-        try:
-            with torch.inference_mode(False):  # in it PyTorch hands over operators whole (aten.linear), without rules
-                recorder = _run(gm, inputs, actual, probe, first_only)
+    given = [value for node, value in inputs if "state" not in node.meta]
+    actual = batch_size(given, {}) if batch is None else batch
+    alike = [
+        leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim() and hint(leaf.shape[0]) == actual
+    ]
+    recorders: list[_Recorder] = []
+    failure: CaptureError | None = None
+    # A mask of shape [length, length] looks like a batch where the length is the batch size. Then the shapes of a probe
+    # do not fit together, and fewer of the tensors are taken for the batch.
+    for count in range(len(alike), 0, -1):
+        for batched in itertools.islice(itertools.combinations(alike, count), 16):
+            try:
+                probes = PROBES if any_batch else (actual,)
+                recorders = [_run(gm, inputs, [id(leaf) for leaf in batched], actual, probe) for probe in probes]
+                break
+            except CaptureError as error:
+                failure = failure or error
+        if recorders:
             break
-        except CaptureError:
-            if first_only:
-                raise
-    assert recorder is not None
-    for node, notes in recorder.notes.items():
-        node.meta |= notes
-        if "skipped" in notes:
-            del node.meta["site"]
-    _add_up_calls(gm)
+    if not recorders:
+        raise failure or CaptureError("none of the inputs has a batch dimension")
+    _write(gm, recorders)
     return PassResult(gm, False)
 
 
+def _write(gm: fx.GraphModule, recorders: "list[_Recorder]") -> None:
+    for node in gm.graph.nodes:
+        notes = [recorder.notes.get(node, {}) for recorder in recorders]
+        agree = all(n.get(key) == notes[0].get(key) for n in notes for key in ("axis", "output_axis"))
+        node.meta |= notes[0]
+        if not agree and "site" in node.meta:
+            site, reason = (
+                node.meta["site"],
+                "samples cannot be told apart here: where they lie depends on the batch size",
+            )
+            node.meta["skipped"] = Skipped(site.name, site.op, reason, node_source(node))
+        if "skipped" in node.meta:
+            node.meta.pop("site", None)
+    _add_up_calls(gm)
+
+
+def hint(size: Any) -> int:
+    """A size as a number; a symbolic one by its example, without fixing it to that."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 def _run(
-    gm: fx.GraphModule, inputs: list[tuple[fx.Node, Any]], actual: int, probe: int, first_only: bool
+    gm: fx.GraphModule, inputs: list[tuple[fx.Node, Any]], batched: list[int], actual: int, probe: int
 ) -> "_Recorder":
     mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), _Tracker(probe)
+    symbols = {_symbol(leaf.shape[0]) for _, value in inputs for leaf in tree_leaves(value) if id(leaf) in batched}
 
-    def fake(value: Any, state: bool) -> Any:
+    def fake(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
-            return int(value)
+            return probe if _symbol(value) in symbols else int(value)
         if not isinstance(value, Tensor):
             return value
-        shape = [int(size) for size in value.shape]
-        taken = first_only and any(axis is not None for axis in tracker.axes.values())
-        batched = not state and not taken and value.dim() > 0 and shape[0] == actual
+        is_batch = id(value) in batched
+        shape = [probe, *map(int, value.shape[1:])] if is_batch else [int(size) for size in value.shape]
         with mode:
-            made = torch.empty([probe, *shape[1:]] if batched else shape, dtype=value.dtype, device=value.device)
+            made = torch.empty(shape, dtype=value.dtype, device=value.device)
         made.requires_grad_(value.requires_grad)
-        if batched:
+        if is_batch:
             tracker.axes[made] = BatchAxis(0)
         return made
 
-    fakes = [tree_map(partial(fake, state="state" in node.meta), value) for node, value in inputs]
-    # The model's tensors are swapped for fakes too: else a BatchNorm would count this run as a training step.
-    state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
-    swapped: dict[str, Tensor] = {
-        name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
-    }
-    recorder = _Recorder(gm, tracker, actual)
-    with mode, tracker, torch.no_grad(), _reparametrize_module(gm, swapped):
-        recorder.run(*fakes, enable_io_processing=False)
+    # In inference mode PyTorch hands over operators whole (aten.linear), for which there are no rules.
+    with torch.inference_mode(False):
+        fakes = [tree_map(fake, value) for _, value in inputs]
+        # The model's tensors are swapped for fakes too: else a BatchNorm would count this run as a training step.
+        state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
+        swapped: dict[str, Tensor] = {
+            name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
+        }
+        recorder = _Recorder(gm, tracker, actual)
+        with mode, tracker, torch.no_grad(), without_hooks(gm), _reparametrize_module(gm, swapped):
+            recorder.run(*fakes, enable_io_processing=False)
     return recorder
+
+
+def _symbol(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else None
+
+
+@contextmanager
+def without_hooks(gm: nn.Module) -> Iterator[None]:
+    """Hooks of the user's are not for fake tensors, nor for a second look."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    kept = [(module, name, getattr(module, name)) for module in gm.modules() for name in names]
+    try:
+        for module, name, _ in kept:
+            module.__dict__[name] = OrderedDict()
+        yield
+    finally:
+        for module, name, hooks in kept:
+            module.__dict__[name] = hooks
 
 
 def _add_up_calls(gm: fx.GraphModule) -> None:
@@ -131,12 +184,13 @@ class _Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         carried = any(self.axis_of(value) is not None for value in inputs)
+        contiguous = not inputs or inputs[0].is_contiguous()
         result = func(*args, **kwargs)
         for output in tree_leaves(result):
             if isinstance(output, Tensor):
                 if carried:
                     name = func.overloadpacket.__name__
-                    axis = self._axis(func, OpCall(name, args, kwargs, output, self.axis_of, self.batch))
+                    axis = self._axis(func, OpCall(name, args, kwargs, output, self.axis_of, self.batch, contiguous))
                     self.axes[output] = axis
                     if func._schema.is_mutable:
                         self._spread(output, axis)
@@ -239,6 +293,13 @@ class _Recorder(fx.Interpreter):
             why = lost.reason if isinstance(lost, Lost) else "its input does not carry the batch"
             reason = f"samples cannot be told apart here: {why}"
             return {"skipped": Skipped(site.name, site.op, reason, node_source(node))}
+        expected = node.meta.get("expects_batch_dim", axis.dim)
+        if axis.dim != expected:
+            raise CaptureError(
+                f"site {site.name!r} ({node_source(node) or 'source line unknown'}): this attention takes dimension "
+                f"{expected} of [length, batch, width] for the batch, but dimension 0 of the model's inputs "
+                f"is in dimension {axis.dim} here. Fix: pass inputs batch first, and set batch_first=True."
+            )
         per_output = 2 * weight.numel() // weight.shape[0]
         measured = replace(
             site,
