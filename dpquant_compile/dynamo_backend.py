@@ -19,7 +19,7 @@ from dpquant_compile.errors import CaptureError, CompileSpecError, listing
 from dpquant_compile.explain import Explanation, explain
 from dpquant_compile.passes.infra import PassRecord, graph_module_over, node_source
 from dpquant_compile.passes.mark_sites import collect_sites
-from dpquant_compile.passes.track_batch import hint
+from dpquant_compile.passes.track_batch import hint, symbolic_batch
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget
 from dpquant_compile.sites import SiteTable, select_sites
 from dpquant_compile.spec import CompileSpec
@@ -108,7 +108,7 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
     weights = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
 
     def begin(args: Sequence[Any]) -> tuple[Any, ...]:
-        batch = int(args[carriers[0]].shape[0])
+        batch = hint(args[carriers[0]].shape[0])
         low = torch.is_grad_enabled() or spec.quantize_eval
         parameters = [args[i] for i in weights] if torch.is_grad_enabled() else None
         session.dispatcher.begin(batch=batch, device=device, low=low, parameters=parameters)
@@ -145,7 +145,8 @@ def _tracked(graph: fx.GraphModule, inputs: Sequence[Any], log: list[PassRecord]
     best: tuple[fx.GraphModule, int] | None = None
     failure: CaptureError | None = None
     for size in sizes:
-        symbolic = any(isinstance(v, Tensor) and v.dim() and isinstance(v.shape[0], torch.SymInt) for v in given)
+        carriers = [node for node, value in zip(nodes, inputs, strict=True) if _size(value) == size]
+        symbolic = all(symbolic_batch(node) is not None for node in carriers if "state" not in node.meta)
         try:
             tried = pipeline.tracked(graph, inputs, {}, symbolic, log, batch=size)
         except CaptureError as error:

@@ -70,7 +70,10 @@ def resolve_policy(policy: "str | Iterable[str]", universe: Sequence[str]) -> Po
         return Policy((policy,), universe)
     if not isinstance(policy, Iterable):
         raise SiteError(f"policy={policy!r} is a {type(policy).__name__}; give site names, 'all' or 'none'")
-    return Policy(policy, universe)
+    names = list(policy)
+    if not all(isinstance(name, str) for name in names):
+        raise SiteError(f"policy={names!r}: give site names as strings, 'all' or 'none'")
+    return Policy(names, universe)
 
 
 def resolve_budget(budget: float, universe: Sequence[str], *, provisional: bool = False, reasons: str = "") -> int:

@@ -121,6 +121,8 @@ def quantize(
     A sample with NaN or infinity becomes NaN throughout; `on_nonfinite="raise"` raises `NonFiniteError` instead.
     """
     fmt = get_format(format)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise FormatError(f"seed={seed!r} is not an int")
     _check_tensor(x, sample_dim, on_nonfinite)
     axis = None if sample_dim is None else BatchAxis(sample_dim % x.dim())
     count = 1 if axis is None else x.shape[axis.dim]
@@ -143,6 +145,8 @@ def _check_tensor(x: Tensor, sample_dim: int | None, on_nonfinite: str) -> None:
     if x.dtype not in _DTYPES:
         names = listing([str(dtype).removeprefix("torch.") for dtype in _DTYPES])
         raise FormatError(f"x has dtype {x.dtype}, which cannot be quantized: convert it to one of {names}")
+    if sample_dim is not None and (isinstance(sample_dim, bool) or not isinstance(sample_dim, int)):
+        raise FormatError(f"sample_dim={sample_dim!r} is not an int, nor None for one scale over the whole tensor")
     if sample_dim is not None and not -x.dim() <= sample_dim < x.dim():
         raise FormatError(
             f"sample_dim={sample_dim} is not a dimension of x, shape {list(x.shape)}: "

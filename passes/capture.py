@@ -92,7 +92,7 @@ def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
     if isinstance(model, fx.GraphModule):
         # Already a graph (exported, or traced by the user): keep the program, run it over the same modules.
         return _finish(model, copy_graph(model.graph))
-    before = Snapshot(model)
+    before, drawn = Snapshot(model), torch.random.get_rng_state()
     try:
         graph = Tracer().trace(_required_only(model))
     except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
@@ -104,6 +104,11 @@ def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
     for name in constants:
         del model.__dict__[name]
     changed = before.restore()
+    if not torch.equal(drawn, torch.random.get_rng_state()):
+        torch.random.set_rng_state(drawn)
+        return CaptureError(
+            f"forward() of {type(model).__name__} draws random numbers, which a trace would do only once"
+        )
     if changed is not None:
         return CaptureError(f"forward() of {type(model).__name__} assigns {changed}, which a trace would do only once")
     for node in graph.nodes:

@@ -179,7 +179,8 @@ def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor 
     if isinstance(node, fx.Node) and node.op == "get_attr":
         owner, _, attribute = str(node.target).rpartition(".")
         value = getattr(gm.get_submodule(owner), attribute)
-        return str(node.target), value if isinstance(value, torch.Tensor) else None
+        name = None if owner == "_const" else str(node.target)  # a tensor that forward() made has no name
+        return name, value if isinstance(value, torch.Tensor) else None
     return None, None
 
 

@@ -21,7 +21,7 @@ from dpquant_compile.passes.batch_rules import Axis, Lost, OpCall, output_axis
 from dpquant_compile.passes.infra import PassResult, bind_inputs, node_source
 from dpquant_compile.sites import BatchAxis, Site, Skipped
 
-__all__ = ["batch_size", "hint", "track_batch", "without_hooks"]
+__all__ = ["batch_size", "hint", "symbolic_batch", "track_batch", "without_hooks"]
 
 # Two large primes in place of the batch size: what a model writes as a number (reshape(7, -1)) is neither, and an axis
 # that is right for both is not right by chance.
@@ -106,7 +106,7 @@ def _run(
     gm: fx.GraphModule, inputs: list[tuple[fx.Node, Any]], batched: list[int], actual: int, probe: int
 ) -> "_Recorder":
     mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), _Tracker(probe)
-    symbols = {_symbol(leaf.shape[0]) for _, value in inputs for leaf in tree_leaves(value) if id(leaf) in batched}
+    symbols = {symbolic_batch(node) for node, value in inputs if id(value) in batched} - {None}
 
     def fake(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
@@ -134,6 +134,13 @@ def _run(
         with mode, tracker, torch.no_grad(), without_hooks(gm), _reparametrize_module(gm, swapped):
             recorder.run(*fakes, enable_io_processing=False)
     return recorder
+
+
+def symbolic_batch(node: fx.Node) -> Any:
+    """The symbol that Dynamo has put for dimension 0 of an input; None if it is a number."""
+    example = node.meta.get("example_value")
+    size = example.shape[0] if isinstance(example, Tensor) and example.dim() > 0 else None
+    return _symbol(size)
 
 
 def _symbol(size: Any) -> Any:
