@@ -37,6 +37,7 @@ class Program:
     rows       row of each site's name in the link table
     any_batch  whether it holds for all batch sizes, or only for the one it was captured with
     example    arguments of the first call, without their data
+    traced_from  the trace it was made of; programs of one trace may be shared between shapes
     """
 
     base: fx.GraphModule
@@ -45,6 +46,7 @@ class Program:
     rows: dict[str, int]
     any_batch: bool
     example: tuple[Any, Any]
+    traced_from: Any = None
 
 
 class Programs:
@@ -131,19 +133,28 @@ class Programs:
         extra = {n: v for n, v in bound.kwargs.items() if not _is_default(v, defaults.get(n, _NONE))}
         return bound.args, extra
 
-    def _trace(self) -> fx.GraphModule | CaptureError:
-        mode = self._mode()
-        if mode not in self._traced:
-            gm = capture_fx(self.original)
-            self._traced[mode] = gm if isinstance(gm, CaptureError) else pipeline.canonical(gm, self.log)
-        return self._traced[mode]
+    def _trace(self, given: tuple[str, ...] = ()) -> fx.GraphModule | CaptureError:
+        kind = (self._mode(), given)
+        if kind not in self._traced:
+            gm = capture_fx(self.original, given)
+            self._traced[kind] = gm if isinstance(gm, CaptureError) else pipeline.canonical(gm, self.log)
+        return self._traced[kind]
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """The optional arguments that a call gives."""
+        try:
+            bound = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return ()
+        return tuple(n for n in bound if self._signature.parameters[n].default is not inspect.Parameter.empty)
 
     def _prepare(self, mode: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        gm, any_batch, traced = self._trace(), True, False
+        gm, any_batch, traced = self._trace(self._given(args, kwargs)), True, False
         if not isinstance(gm, CaptureError):
             wrong = _disagreement(self.original, gm, args, kwargs)
             traced = wrong is None
             gm = gm if wrong is None else CaptureError(wrong)
+        source = gm
         if isinstance(gm, CaptureError):
             captured, any_batch = capture_dynamo(self.original, args, kwargs)
             gm = pipeline.canonical(captured, self.log)
@@ -155,12 +166,12 @@ class Programs:
             any_batch = False  # a model that holds for one batch size only, because it writes that size as a number
             gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
         for key, program in self._programs.items() if traced and any_batch else ():
-            if key[0] == mode and site_axes(program.base) == site_axes(gm):
+            if key[0] == mode and program.traced_from is source and site_axes(program.base) == site_axes(gm):
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
         switched = pipeline.rewritten(gm, table, rows, str(self.spec.recipe), self.log)
         example = tree_map(_without_data, (tuple(args), dict(kwargs)))
-        return Program(gm, switched, self.compile(switched), rows, any_batch, example)
+        return Program(gm, switched, self.compile(switched), rows, any_batch, example, source)
 
     def compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """What runs `gm`: the graph itself, or torch.compile of it by way of AOTAutograd."""

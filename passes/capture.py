@@ -2,7 +2,7 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,12 +81,12 @@ def _region() -> tuple[Any, ...]:
     return (torch.is_grad_enabled(), *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices))
 
 
-def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
+def capture_fx(model: nn.Module, given: Collection[str] = ()) -> fx.GraphModule | CaptureError:
     """Trace `model` symbolically, without an input.
 
     Returns the graph, or, where fx cannot trace the model (control flow on values, unpacked arguments), the
     reason as an error, for the caller to hold while it waits for an input that Dynamo can use. The graph takes the
-    arguments of forward() that have no default; the others are at their defaults in it.
+    arguments of forward() that have no default, and those in `given`; the others are at their defaults in it.
     Numerics: unchanged. Ensures: node.meta["source"] where known, node.meta["origin"].
     """
     if isinstance(model, fx.GraphModule):
@@ -94,7 +94,7 @@ def capture_fx(model: nn.Module) -> fx.GraphModule | CaptureError:
         return _finish(model, copy_graph(model.graph))
     before, drawn = Snapshot(model), torch.random.get_rng_state()
     try:
-        graph = Tracer().trace(_required_only(model))
+        graph = Tracer().trace(_with_arguments(model, given))
     except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
         before.restore()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -163,21 +163,25 @@ def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | No
     return _stamp(gm, "capture_fx")
 
 
-def _required_only(model: nn.Module) -> nn.Module:
-    """A module over the same children and tensors whose forward takes only the arguments without defaults.
+def _with_arguments(model: nn.Module, given: Collection[str]) -> nn.Module:
+    """A module over the same children and tensors whose forward takes the required arguments and the given ones.
 
-    A trace would hand a placeholder to an optional argument, and `if mask is not None` would always be true.
+    A trace would hand a placeholder to every optional argument, and `if mask is not None` would always be true.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = list(inspect.signature(model.forward).parameters.values())
     if all(p.default is p.empty for p in parameters):
         return model
+    defaults = {f"default_{p.name}": p.default for p in parameters if p.name in given and p.default is not p.empty}
+    parameters = [p.replace(default=p.empty) if p.name in given else p for p in parameters]
     names = [
         p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     if any(p.default is p.empty and p.name not in names for p in parameters):
         raise CaptureError("forward() mixes optional arguments with *args, **kwargs or keyword-only ones")
-    scope: dict[str, Any] = {"call": model.forward}
-    exec(f"def forward(self, {', '.join(names)}): return call({', '.join(names)})", scope)
+    scope: dict[str, Any] = {"call": model.forward, **defaults}
+    taken = ", ".join(f"{name}=default_{name}" if f"default_{name}" in defaults else name for name in names)
+    passed = ", ".join(f"{name}={name}" if name in given else name for name in names)
+    exec(f"def forward(self, {taken}): return call({passed})", scope)
     shell = type(type(model).__name__, (nn.Module,), {"forward": scope["forward"]})()
     for name in ("_modules", "_parameters", "_buffers"):
         shell.__dict__[name] = getattr(model, name)

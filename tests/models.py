@@ -1,5 +1,6 @@
 """Small models that the tests share, one per thing that a model may do to a compiler, and how to capture them."""
 
+import inspect
 import re
 import textwrap
 from collections.abc import Callable
@@ -23,9 +24,10 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return make()
 
 
-def traced(model: nn.Module) -> fx.GraphModule:
-    """The fx graph of a model that fx can trace."""
-    gm = capture_fx(model)
+def traced(model: nn.Module, given: tuple[str, ...] | None = None) -> fx.GraphModule:
+    """The fx graph of a model that fx can trace, with the optional arguments in `given`, or with all."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    gm = capture_fx(model, [p.name for p in parameters if p.default is not p.empty] if given is None else given)
     assert not isinstance(gm, CaptureError), gm
     return gm
 

@@ -80,8 +80,8 @@ def test_a_graph_without_sites() -> None:
 
 def test_names_of_plain_parameters() -> None:
     table = found(seeded(Functional))
-    assert table.names == ("kernel", "conv2d_1", "table")
-    assert table["conv2d_1"].weight is None, "its weight is computed"
+    assert table.names == ("kernel", "conv2d", "table")
+    assert table["conv2d"].weight is None, "its weight is computed"
     assert table["kernel"].weight == "kernel" and table["kernel"].module_types == ()
 
 

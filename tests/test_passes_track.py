@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from dpquant_compile.errors import CaptureError, DPQuantError
 from dpquant_compile.passes.mark_sites import collect_sites
-from dpquant_compile.passes.track_batch import PROBE_BATCH, batch_size, track_batch
+from dpquant_compile.passes.track_batch import PROBES, batch_size, track_batch
 from dpquant_compile.sites import BatchAxis
 
 
@@ -63,8 +63,8 @@ def test_axes_do_not_depend_on_the_batch_size(batch: int) -> None:
 
 
 def test_a_length_equal_to_the_probe() -> None:
-    found = axes(tracked(seeded(TimeFirst), torch.randn(3, PROBE_BATCH, 4)))
-    assert found["swapped"][0] == BatchAxis(0, 7, 1) and found["folded"][0] == BatchAxis(0, 1, 7)
+    found = axes(tracked(seeded(TimeFirst), torch.randn(3, PROBES[0], 4)))
+    assert found["swapped"][0] == BatchAxis(0, PROBES[0], 1) and found["folded"][0] == BatchAxis(0, 1, PROBES[0])
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
