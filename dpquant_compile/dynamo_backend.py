@@ -154,9 +154,16 @@ def _tracked(graph: fx.GraphModule, inputs: Sequence[Any], log: list[PassRecord]
             continue
         if best is None or len(collect_sites(tried)) > len(collect_sites(best[0])):
             best = (tried, size)
-    if best is None and len(collect_sites(graph)) and failure is not None:
-        raise failure
-    return best or (graph, 0)
+    if best is None:
+        if len(collect_sites(graph)) and failure is not None:
+            raise failure
+        return graph, 0
+    # The batch may vary; other sizes that Dynamo left open are fixed, since a fold of the batch may depend on them.
+    free = {symbolic_batch(node) for node, value in zip(nodes, inputs, strict=True) if _size(value) == best[1]}
+    for value in inputs:
+        if isinstance(value, torch.SymInt) and value.node.expr not in free:
+            int(value)
+    return best
 
 
 def _size(value: Any) -> int | None:

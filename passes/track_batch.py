@@ -51,8 +51,8 @@ def track_batch(
     site whose batch cannot be followed becomes a meta["skipped"] with the reason: quantizing it could give one scale
     to many samples. With `any_batch` the result holds for all batch sizes, else for this call's only; `batch` is the
     batch size where it is not that of the first tensor.
-    Requires: `mark_sites`; dimension 0 of the inputs is the batch. Ensures: nodes and edges are untouched.
-    Numerics: unchanged; nothing is computed.
+    Requires: `mark_sites`; dimension 0 of the inputs is the batch; all other sizes are fixed.
+    Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = list(zip(placeholders, bind_inputs(gm, args, kwargs), strict=True))
@@ -61,23 +61,27 @@ def track_batch(
     alike = [
         leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim() and hint(leaf.shape[0]) == actual
     ]
-    recorders: list[_Recorder] = []
+    probes = PROBES if any_batch else (actual,)
+    best: tuple[int, list[_Recorder]] | None = None
     failure: CaptureError | None = None
-    # A mask of shape [length, length] looks like a batch where the length is the batch size. Then the shapes of a probe
-    # do not fit together, and fewer of the tensors are taken for the batch.
-    for count in range(len(alike), 0, -1):
-        for batched in itertools.islice(itertools.combinations(alike, count), 16):
-            try:
-                probes = PROBES if any_batch else (actual,)
-                recorders = [_run(gm, inputs, [id(leaf) for leaf in batched], actual, probe) for probe in probes]
-                break
-            except CaptureError as error:
-                failure = failure or error
-        if recorders:
+    # A mask of shape [length, length] looks like a batch where the length is the batch size. Then shapes do not fit
+    # together, or samples cannot be told apart, and fewer of the tensors are taken for the batch. A tensor that is left
+    # out gives its axis to nothing, so at worst a site is skipped.
+    choices = (batched for count in range(len(alike), 0, -1) for batched in itertools.combinations(alike, count))
+    for batched in itertools.islice(choices, 32):
+        try:
+            recorders = [_run(gm, inputs, [id(leaf) for leaf in batched], actual, probe) for probe in probes]
+        except CaptureError as error:
+            failure = failure or error
+            continue
+        lost = sum("skipped" in notes for notes in recorders[0].notes.values())
+        if best is None or lost < best[0]:
+            best = (lost, recorders)
+        if lost == 0:
             break
-    if not recorders:
+    if best is None:
         raise failure or CaptureError("none of the inputs has a batch dimension")
-    _write(gm, recorders)
+    _write(gm, best[1])
     return PassResult(gm, False)
 
 
@@ -110,11 +114,11 @@ def _run(
 
     def fake(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
-            return probe if _symbol(value) in symbols else int(value)
+            return probe if _symbol(value) in symbols else hint(value)
         if not isinstance(value, Tensor):
             return value
         is_batch = id(value) in batched
-        shape = [probe, *map(int, value.shape[1:])] if is_batch else [int(size) for size in value.shape]
+        shape = [probe, *map(hint, value.shape[1:])] if is_batch else [hint(size) for size in value.shape]
         with mode:
             made = torch.empty(shape, dtype=value.dtype, device=value.device)
         made.requires_grad_(value.requires_grad)

@@ -47,7 +47,6 @@ def draws(model: dpq.CompiledModule, count: int) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def small() -> Pair:
-    """A residual CNN with GroupNorm, warmed up."""
     original = seeded(GroupNormNet)
     model = dpq.compile(copy.deepcopy(original), 0.5)
     step(model, images(4))
@@ -100,9 +99,9 @@ def test_tiny_batches_compile_nothing(small: Pair, size: int) -> None:
 def test_setting_a_policy_takes_less_than_a_millisecond(small: Pair) -> None:
     times = []
     for policy in draws(small[1], 200):
-        start = time.perf_counter()
+        times.append(-time.perf_counter())
         small[1].set_policy(policy)
-        times.append(time.perf_counter() - start)
+        times[-1] += time.perf_counter()
     assert statistics.median(times) < 1e-3
 
 
@@ -212,9 +211,7 @@ def test_equal_blocks_are_compiled_once() -> None:
     model = eager()
     model.precompile(["all"], background=False)
     assert model._variants.blocks == 3, "stem, residual block, head"
-    model.precompile(["none"], background=False)
-    assert model._variants.blocks == 6
-    model.precompile([["blocks.0.conv1", "blocks.0.conv2", "fc"], "all"], background=False)
+    model.precompile(["none", ["blocks.0.conv1", "blocks.0.conv2", "fc"], "all"], background=False)
     assert model._variants.blocks == 6 and len(model._variants) == 3
 
 
@@ -266,14 +263,12 @@ def test_precompiling_beside_the_training_changes_nothing() -> None:
     assert error(results[1], results[0]) < 1e-4
 
 
-def test_variants_compiled_by_inductor_are_close_to_the_link_table(small: Pair, runs: list[Any]) -> None:
-    model = small[1]
-    model.set_policy("all")
+def test_variants_compiled_by_inductor_are_close_to_the_link_table(runs: list[Any]) -> None:
+    model = dpq.compile(seeded(two_linears), 1.0)
     wanted = step(model, images(6))
     model.precompile(["all"]).wait(200)
-    got = step(model, images(6))
+    assert error(step(model, images(6)), wanted) < 0.01, "under 40 dB"
     assert len(runs) == 1
-    assert statistics.median(error([a], [b]) for a, b in zip(got, wanted, strict=True)) < 0.01, "under 40 dB"
 
 
 @pytest.mark.xfail(strict=True, reason="warm_up() compiles for plain tensors, and Dynamo guards on type Parameter")

@@ -120,7 +120,6 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert not model(IMAGES).requires_grad
 
 
-@pytest.mark.xfail(strict=True, reason="graph_module_over copies _modules: a child replaced after compile() is ignored")
 def test_a_child_that_is_replaced_is_used_or_refused() -> None:
     _, model = pair(GroupNormNet)
     model(IMAGES)
@@ -161,7 +160,6 @@ def test_the_variant_is_of_the_mode_that_the_model_is_in() -> None:
     assert torch.equal(model.variant("all")(IMAGES), wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="track_batch sees no aten ops under inference_mode")
 def test_the_first_forward_may_be_in_inference_mode() -> None:
     original, model = pair(GroupNormNet, "none")
     model.eval()
@@ -212,7 +210,6 @@ def test_a_copy_gives_the_same_results_and_then_goes_its_own_way(how: str) -> No
     assert len(model.policy) == 2 and not torch.equal(model.fc.bias, twin.fc.bias)
 
 
-@pytest.mark.xfail(strict=True, reason="Dispatcher._versions is lost, so the copy's next forward repeats the last step")
 def test_a_copy_made_after_an_optimizer_step_goes_on_as_the_original() -> None:
     _, model = pair(GroupNormNet, "all")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -238,7 +235,6 @@ class Plain(nn.Module):
         return x if self.table is None else F.linear(x, self.table)
 
 
-@pytest.mark.xfail(strict=True, reason="_restore sets a policy before the graph is known")
 def test_a_dynamo_captured_model_can_be_copied() -> None:
     model = reference(Plain(with_unused=False), 1)
     model(ROWS)
