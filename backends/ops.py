@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends.reference import (
-    REFERENCE_SITE,
-    EmulatedSite,
     full_forward,
     full_grad_input,
     full_grad_params,
@@ -26,7 +24,7 @@ from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, cho
 from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["axis_list", "geometry_list", "low_precision_site", "site_call"]
+__all__ = ["axis_list", "bias_grad", "geometry_list", "layout_of", "plain_dtypes", "site_call", "streams_of"]
 
 
 def axis_list(*axes: BatchAxis) -> list[int]:
@@ -59,7 +57,7 @@ def _site_call(
     return SiteCall(op, Recipe.parse(recipe), BatchAxis(*axes[:3]), BatchAxis(*axes[3:]), shape, site, call)
 
 
-def _layout(op: str, x: Tensor) -> torch.memory_format:
+def layout_of(op: str, x: Tensor) -> torch.memory_format:
     """The memory format of a site's results: that of its input, so that fake and real tensors agree on strides."""
     if op == "linear":
         return torch.contiguous_format
@@ -75,7 +73,7 @@ def _arithmetic(policy: Tensor, call: SiteCall, device: torch.device) -> Arithme
     return choose_kernel(call, device).kernel.arithmetic if bool(policy[call.site].item()) else None
 
 
-def _streams(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:
+def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:
     """`samples` holds ids for batches up to its length; this batch takes as many as it has samples."""
     return Streams(keys, samples[: x.shape[axis.dim] // (axis.outer * axis.inner)])
 
@@ -84,24 +82,24 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
     x = x.to(weight.dtype)
-    with _plain_dtypes(x):
+    with plain_dtypes(x):
         if low is None:
             y = full_forward(call.op, call.geometry, x, weight, bias)
         else:
             y = low.forward(x, weight, bias, call, streams)
-    return y.contiguous(memory_format=_layout(call.op, x))
+    return y.contiguous(memory_format=layout_of(call.op, x))
 
 
 def _grad_input(
     grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
     like = x.to(weight.dtype)
-    with _plain_dtypes(x):
+    with plain_dtypes(x):
         if low is None:
             dx = full_grad_input(call.geometry, grad, like, weight)
         else:
             dx = low.grad_input(grad, like, weight, call, streams)
-    return dx.to(x.dtype).contiguous(memory_format=_layout(call.op, x))
+    return dx.to(x.dtype).contiguous(memory_format=layout_of(call.op, x))
 
 
 def _grad_params(
@@ -115,20 +113,21 @@ def _grad_params(
 ) -> tuple[Tensor, Tensor]:
     x = x.to(weight.dtype)
     empty = weight.new_empty(0)
-    with _plain_dtypes(x):
+    with plain_dtypes(x):
         if low is None:
             dw, db = full_grad_params(call.geometry, grad, x, weight, mask)
             return dw.contiguous(), db
         dw = low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
-    return dw.contiguous(), _bias_grad(grad, call) if mask[1] else empty
+    return dw.contiguous(), bias_grad(grad, call) if mask[1] else empty
 
 
-def _plain_dtypes(x: Tensor) -> torch.autocast:
+def plain_dtypes(x: Tensor) -> torch.autocast:
     """Autocast off: what is computed here is what was said about the result's dtype."""
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _bias_grad(grad: Tensor, call: SiteCall) -> Tensor:
+def bias_grad(grad: Tensor, call: SiteCall) -> Tensor:
+    """The gradient of a site's bias, in full precision."""
     features = grad.dim() - 1 if call.geometry is None else 1
     return grad.sum([d for d in range(grad.dim()) if d != features])
 
@@ -156,7 +155,7 @@ def site_forward(
     axes       the batch axes of x and of the output, see `axis_list`
     """
     spec = site_call(op, site, call, recipe, axes, geometry)
-    streams = _streams(keys, samples, x, spec.axis)
+    streams = streams_of(keys, samples, x, spec.axis)
     return _forward(x, weight, bias, spec, streams, _arithmetic(policy, spec, x.device))
 
 
@@ -177,7 +176,7 @@ def site_grad_input(
 ) -> Tensor:
     """The gradient of a site's input."""
     spec = site_call(op, site, call, recipe, axes, geometry)
-    streams = _streams(keys, samples, x, spec.axis)
+    streams = streams_of(keys, samples, x, spec.axis)
     return _grad_input(grad, x, weight, spec, streams, _arithmetic(policy, spec, x.device))
 
 
@@ -200,7 +199,7 @@ def site_grad_params(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of a site's weight and bias, each an empty tensor where it is not needed."""
     spec = site_call(op, site, call, recipe, axes, geometry)
-    streams, mask = _streams(keys, samples, x, spec.axis), (need_weight, need_bias)
+    streams, mask = streams_of(keys, samples, x, spec.axis), (need_weight, need_bias)
     return _grad_params(grad, x, weight, mask, spec, streams, _arithmetic(policy, spec, x.device))
 
 
@@ -217,13 +216,13 @@ def _fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
         for d in range(len(g.stride))
     ]
     return torch.empty(
-        (x.shape[0], weight.shape[0], *spatial), dtype=weight.dtype, device=x.device, memory_format=_layout(op, x)
+        (x.shape[0], weight.shape[0], *spatial), dtype=weight.dtype, device=x.device, memory_format=layout_of(op, x)
     )
 
 
 @site_grad_input.register_fake
 def _fake_grad_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=_layout(rest[-6], x))
+    return torch.empty_like(x, memory_format=layout_of(rest[-6], x))
 
 
 @site_grad_params.register_fake
@@ -254,108 +253,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 site_forward.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op("dpquant::round_weight", mutates_args=())
-def round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
-    """A weight rounded as `dpquant::site` rounds it. One operator, since there is nothing around it to fuse with."""
-    spec = site_call("linear", site, 0, recipe, [0, 1, 1, 0, 1, 1])
-    chosen = choose_kernel(spec, weight.device).kernel.arithmetic
-    emulated = chosen if isinstance(chosen, EmulatedSite) else REFERENCE_SITE
-    return emulated.weight(weight, spec, Streams(keys, keys.new_zeros(0))).contiguous()
-
-
-@round_weight.register_fake
-def _fake_round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
-@torch.library.custom_op("dpquant::sample_grad_sum", mutates_args=())
-def sample_grad_sum(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
-    """Σᵢ Q(dwᵢ) of rounded operands. One operator, since a loop over samples must stay out of a traced program."""
-    spec = site_call(op, site, call, recipe, axes, geometry)
-    return REFERENCE_SITE.summed_sample_grads(grad, x, weight, spec, _streams(keys, samples, x, spec.axis))
-
-
-@sample_grad_sum.register_fake
-def _fake_sample_grad_sum(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
-class _LowPrecisionSite(torch.autograd.Function):
-    """The quantized branch alone, in reference arithmetic, for graphs that are specialised to one policy.
-
-    Rounded operands are kept for the backward pass, so that each is rounded once, in a loop that Inductor can fuse
-    with whatever produced the tensor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        keys, samples, *static = rest
-        op, site, call, geometry, axes, recipe = static
-        spec = site_call(op, site, call, recipe, axes, geometry)
-        streams = _streams(keys, samples, x, spec.axis)
-        rounded = REFERENCE_SITE.input(x, spec, streams)
-        rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
-        ctx.save_for_backward(rounded, rounded_weight, keys, samples)
-        ctx.spec, ctx.layout = spec, _layout(spec.op, x)
-        with _plain_dtypes(x):
-            y = REFERENCE_SITE.product(rounded, rounded_weight, bias, spec, streams)
-        return y.contiguous(memory_format=ctx.layout)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x, weight, keys, samples = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        spec, streams = ctx.spec, _streams(keys, samples, x, ctx.spec.axis)
-        grad = REFERENCE_SITE.grad(grads[0], spec, streams)
-        dx = dw = db = None
-        if need_x:
-            dx = REFERENCE_SITE.product_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
-        if need_weight and spec.recipe.outputs == "all":
-            dw = torch.ops.dpquant.sample_grad_sum(grad, x, weight, keys, samples, *_plain(spec))
-        elif need_weight:
-            dw = REFERENCE_SITE.product_grad_weight(grad, x, weight, spec, streams)
-        if need_bias:
-            db = _bias_grad(grads[0], spec)
-        return (dx, dw, db, *[None] * 8)
-
-
-def _plain(call: SiteCall) -> tuple[Any, ...]:
-    """The arguments that `site_call` makes `call` of."""
-    geometry = geometry_list(call.geometry)
-    return call.op, call.site, call.call, geometry, axis_list(call.axis, call.output_axis), str(call.recipe)
-
-
-# Kept as one call by Dynamo and traced through by AOTAutograd: its Python is not for Dynamo, its operations fuse.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def low_precision_site(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
-    """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
-    apply: Any = _LowPrecisionSite.apply
-    result = apply(x.to(weight.dtype), weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
-    assert isinstance(result, Tensor)
-    return result

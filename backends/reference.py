@@ -22,7 +22,15 @@ from dpquant_compile.bits import ROLES, fold
 from dpquant_compile.quantize import quantize_values, to_samples
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["REFERENCE_SITE", "EmulatedSite", "Quantizer", "full_forward", "full_grad_input", "full_grad_params"]
+__all__ = [
+    "REFERENCE_SITE",
+    "EmulatedSite",
+    "Products",
+    "Quantizer",
+    "full_forward",
+    "full_grad_input",
+    "full_grad_params",
+]
 
 Quantizer = Callable[[Tensor, str, Tensor, Tensor, BatchAxis | None, int], Tensor]
 _CONVS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
@@ -75,10 +83,20 @@ def _conv_backward(
 
 
 @dataclass(frozen=True)
+class Products:
+    """The three products of full-precision operands; see the functions of these names."""
+
+    forward: Callable[..., Tensor] = full_forward
+    grad_input: Callable[..., Tensor] = full_grad_input
+    grad_params: Callable[..., tuple[Tensor, Tensor]] = full_grad_params
+
+
+@dataclass(frozen=True)
 class EmulatedSite:
     """The three products with rounded operands, in full-precision arithmetic; `quantizer` does the rounding."""
 
     quantizer: Quantizer
+    products: Products = Products()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
         return self.product(self.input(x, call, streams), self.weight(weight, call, streams), bias, call, streams)
@@ -94,25 +112,24 @@ class EmulatedSite:
     # The products of operands that are rounded already
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
-        y = full_forward(call.op, call.geometry, x, weight, None)
+        y = self.products.forward(call.op, call.geometry, x, weight, None)
         if bias is not None:
             y = y + (bias if call.geometry is None else bias.view(-1, *(1 for _ in call.geometry.stride)))
         return y if call.recipe.outputs == "none" else self._activation(y, "output", call, streams, call.output_axis)
 
     def product_grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        dx = full_grad_input(call.geometry, grad, x, weight)
+        dx = self.products.grad_input(call.geometry, grad, x, weight)
         return dx if call.recipe.outputs == "none" else self._activation(dx, "grad_input", call, streams, call.axis)
 
     def product_grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         if call.recipe.outputs == "all":
             return self.summed_sample_grads(grad, x, weight, call, streams)
-        return full_grad_params(call.geometry, grad, x, weight, (True, False))[0]
+        return self.products.grad_params(call.geometry, grad, x, weight, (True, False))[0]
 
     def summed_sample_grads(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         """Σᵢ Q(dwᵢ): one sample's gradient at a time, so that no [batch, weight] tensor is ever held."""
         total = torch.zeros_like(weight)
         key = _key("grad_weight", call, streams)
-        dim = 1 if call.geometry is not None else 0
         xs, grads = to_samples(x, call.axis), to_samples(grad, call.output_axis)
         if call.geometry is not None:
             # The images of one sample, however they were folded into the batch.
@@ -123,7 +140,7 @@ class EmulatedSite:
             dw, _ = full_grad_params(call.geometry, grads[i], xs[i], weight, (True, False))
             ids = streams.samples[i : i + 1]
             # The gradient of one sample, with that sample's own bits; blocks run along the input features.
-            total += self.quantizer(dw[None], call.recipe.format, key, ids, BatchAxis(0), dim + 1)[0]
+            total += self.quantizer(dw[None], call.recipe.format, key, ids, BatchAxis(0), 2)[0]
         return total
 
     # Rounding

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpquant_compile.bits import ROLES, site_keys
 from dpquant_compile.errors import CompileSpecError
@@ -12,7 +14,7 @@ from dpquant_compile.policy import Policy, resolve_policy
 
 __all__ = ["Dispatcher", "LinkTable"]
 
-FIRST_CAPACITY = 4096
+FIRST_CAPACITY = 1 << 16  # larger batches make the table grow, and the program compile once more
 
 
 class LinkTable(nn.Module):
@@ -57,6 +59,10 @@ class Dispatcher:
 
     def begin(self, *, batch: int, device: torch.device, low: bool, parameters: Iterable[Tensor] | None) -> None:
         """Bring the link table up to date before a forward. `parameters` are given in training only."""
+        with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
+            self._begin(batch, device, low, parameters)
+
+    def _begin(self, batch: int, device: torch.device, low: bool, parameters: Iterable[Tensor] | None) -> None:
         if parameters is not None:
             versions = _versions(parameters)
             if self._versions is not None and versions != self._versions:
@@ -96,5 +102,18 @@ class Dispatcher:
             self._placed = True
 
 
+# How often each parameter was stepped by an optimizer. Fused ones write without raising the version of a tensor.
+_STEPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _STEPS[parameter] = _STEPS.get(parameter, 0) + 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 def _versions(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter._version for parameter in parameters if not parameter.is_inference())
+    return sum(p._version + _STEPS.get(p, 0) for p in parameters if not p.is_inference())

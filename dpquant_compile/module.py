@@ -1,7 +1,7 @@
 """`CompiledModule`: the user's model, running as a graph with switchable sites."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from dpquant_compile.errors import CaptureError
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
-from dpquant_compile.passes.mark_sites import collect_sites
+from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
 from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
-from dpquant_compile.sites import SiteFilter, SiteTable, renumber, select_sites
+from dpquant_compile.sites import Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
 from dpquant_compile.view import GraphView
@@ -38,6 +38,8 @@ _SHARED = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
 )
 
 
@@ -69,6 +71,8 @@ class CompiledModule(nn.Module):
         known = self._programs.known_sites()
         self._sites = known if self._provisional and not known else select_sites(known, sites)
         self._dispatcher = self._new_dispatcher()
+        for site in self._sites:
+            kernel_of(site, spec, self._device())  # raises now, not in the middle of a training
         self._variants = VariantCache()
         self.use_variants = True
 
@@ -160,27 +164,35 @@ class CompiledModule(nn.Module):
 
     def _link(self, found: SiteTable) -> tuple[LinkTable, dict[str, int]]:
         """Take over the sites that a graph really has; called once per captured program."""
-        table = select_sites(found, self._chosen)
-        gone = {skip.name for skip in found.skipped}
-        first, self._provisional = self._programs.latest is None, False
+        table, old = select_sites(found, self._chosen), self._dispatcher
+        first, self._provisional = not self._programs.captured, False
         # A graph of one mode may lack layers that another has; what is skipped is no site in any.
+        gone = {skip.name for skip in found.skipped}
         others = [] if first and self._programs.was_provisional else [s for s in self._sites if s.name not in gone]
         merged = [*table.sites, *(site for site in others if site.name not in table.names)]
-        self._sites = (
-            SiteTable(renumber(merged), table.skipped) if first else SiteTable(renumber(merged), self._sites.skipped)
-        )
-        old, names = self._dispatcher, self._sites.names
-        if first and set(names) != set(old.names):
+        skipped = (*table.skipped, *_uncalled(self._original, merged, table.skipped)) if first else self._sites.skipped
+        called = {site.name for site in merged}
+        self._sites = SiteTable(renumber(merged), tuple(skip for skip in skipped if skip.name not in called))
+        if not first:
+            old.extend([name for name in self._sites.names if name not in old.names])
+        elif set(self._sites.names) != set(old.names):
             self._dispatcher = self._new_dispatcher()
             self._dispatcher.step, self._dispatcher.sample_ids = old.step, old.sample_ids
-            chosen = self._pending or (tuple(old.policy) if self._explicit else None)
-            if chosen is not None:
-                self._dispatcher.set_policy(_renamed(chosen, names))
-        elif not first:
-            self._dispatcher.extend([name for name in names if name not in old.names])
+            self._keep_policy(old)
         self._pending = None
         rows = {name: row for row, name in enumerate(self._dispatcher.names)}
         return self._dispatcher.table, rows
+
+    def _keep_policy(self, old: Dispatcher) -> None:
+        """Carry a policy that was set on declared sites over to the ones that the graph has."""
+        chosen = self._pending or (tuple(old.policy) if self._explicit else None)
+        if chosen is None:
+            return
+        if set(chosen) == set(old.names):
+            self._dispatcher.set_policy("all")
+            return
+        skipped = {skip.name for skip in self._sites.skipped}
+        self._dispatcher.set_policy([n for n in _renamed(chosen, self._sites.names) if n not in skipped])
 
     # Reading
 
@@ -199,9 +211,7 @@ class CompiledModule(nn.Module):
 
     def _before_variant(self, axes: Any, gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = batch_size(args, kwargs)
-        latest = self._programs.latest
         program = self._programs.get(args, kwargs, batch)
-        self._programs.latest = latest or program
         if site_axes(program.base) != axes:
             raise CaptureError(
                 "this variant was made before the model had seen a batch of this shape, and its samples lie elsewhere: "
@@ -273,6 +283,16 @@ class CompiledModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
 
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        flag: bool | None = self.__dict__["_original"]._is_full_backward_hook
+        return flag
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, value: bool | None) -> None:
+        if "_original" in self.__dict__:  # not yet, when nn.Module sets its own defaults
+            self.__dict__["_original"]._is_full_backward_hook = value
+
     def train(self, mode: bool = True) -> "CompiledModule":
         self._original.train(mode)
         self.training = mode
@@ -297,6 +317,15 @@ class CompiledModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe}"
+
+
+def _uncalled(model: nn.Module, sites: Sequence[Site], skipped: Sequence[Skipped]) -> Iterator[Skipped]:
+    """Layers that the model declares and its forward does not call."""
+    known = [*(site.name for site in sites), *(skip.name for skip in skipped)]
+    for site in declared_sites(model):
+        whole = any(site.name.startswith(f"{skip.name}.") for skip in skipped)
+        if site.name not in known and not whole and not any(name.startswith(f"{site.name}.") for name in known):
+            yield Skipped(site.name, site.op, "forward() did not call it")
 
 
 def _renamed(policy: Iterable[str], names: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from dpquant_compile.passes.capture import Snapshot, capture_dynamo, capture_fx
 from dpquant_compile.passes.infra import PassRecord, bind_inputs
 from dpquant_compile.passes.insert_switches import axes_of
 from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
-from dpquant_compile.passes.track_batch import without_hooks
+from dpquant_compile.passes.track_batch import batch_size, without_hooks
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
@@ -65,7 +65,7 @@ class Programs:
         self._signature = inspect.signature(original.forward)
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._traced: dict[Hashable, fx.GraphModule | CaptureError] = {}
-        self.latest: Program | None = None
+        self._latest: dict[Hashable, Program] = {}
         self.was_provisional = self.provisional
 
     @property
@@ -76,7 +76,7 @@ class Programs:
     @property
     def provisional(self) -> bool:
         """Whether only the modules say what the sites are, until Dynamo has captured the model."""
-        return self.latest is None and isinstance(self._trace(), CaptureError)
+        return not self.captured and isinstance(self._trace(), CaptureError)
 
     def known_sites(self) -> SiteTable:
         """The sites as far as they can be known now: from the last graph, a trace, or the modules alone."""
@@ -98,13 +98,25 @@ class Programs:
     def get(self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Program:
         """The program for this call, captured and prepared if it is the first of its kind."""
         mode = self._mode()
-        kind = (mode, _signature(args, kwargs, batch))
+        # One program per pattern of frozen parameters: Dynamo guards on it, and gives up after a few.
+        frozen = hash(tuple(parameter.requires_grad for parameter in self.original.parameters()))
+        kind = (mode, frozen, _signature(args, kwargs, batch))
         program = self._programs.get(kind) or self._programs.get((*kind, batch))
         if program is None:
-            program = self._prepare(mode, args, kwargs)
+            program = self._prepare(kind[:2], args, kwargs)
             self._programs[kind if program.any_batch else (*kind, batch)] = program
-        self.latest = program
+        self._latest[mode] = program
         return program
+
+    @property
+    def latest(self) -> Program | None:
+        """The last program that ran in the present mode."""
+        return self._latest.get(self._mode())
+
+    @property
+    def captured(self) -> bool:
+        """Whether any program has been made."""
+        return bool(self._programs)
 
     def _mode(self) -> tuple[tuple[int, bool], ...]:
         # Per module, since a frozen BatchNorm is in eval() while the rest trains; and which module, since a layer may
@@ -115,7 +127,7 @@ class Programs:
         """Forget all graphs; the next forward captures the model as it then is."""
         self._programs.clear()
         self._traced.clear()
-        self.latest = None
+        self._latest.clear()
 
     def normalise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call without optional arguments that are given at their defaults."""
@@ -148,7 +160,7 @@ class Programs:
             return ()
         return tuple(n for n in bound if self._signature.parameters[n].default is not inspect.Parameter.empty)
 
-    def _prepare(self, mode: Hashable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+    def _prepare(self, kind: tuple[Hashable, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         gm, any_batch, traced = self._trace(self._given(args, kwargs)), True, False
         if not isinstance(gm, CaptureError):
             wrong = _disagreement(self.original, gm, args, kwargs)
@@ -156,7 +168,9 @@ class Programs:
             gm = gm if wrong is None else CaptureError(wrong)
         source = gm
         if isinstance(gm, CaptureError):
-            captured, any_batch = capture_dynamo(self.original, args, kwargs)
+            captured, any_batch = capture_dynamo(
+                self.original, *_at_least_two((args, kwargs), batch_size(args, kwargs))
+            )
             gm = pipeline.canonical(captured, self.log)
         try:
             gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
@@ -166,7 +180,7 @@ class Programs:
             any_batch = False  # a model that holds for one batch size only, because it writes that size as a number
             gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
         for key, program in self._programs.items() if traced and any_batch else ():
-            if key[0] == mode and program.traced_from is source and site_axes(program.base) == site_axes(gm):
+            if key[:2] == kind and program.traced_from is source and site_axes(program.base) == site_axes(gm):
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
         switched = pipeline.rewritten(gm, table, rows, str(self.spec.recipe), self.log)
@@ -201,9 +215,9 @@ def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwa
     except TypeError:
         return "the call gives arguments that the trace does not take"
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    before = Snapshot(model)
-    results = []
+    results: list[list[Any]] = []
     with torch.no_grad(), without_hooks(model):
+        before = Snapshot(model)
         for run in (model.forward, gm.forward):
             with torch.random.fork_rng(devices=[]):
                 try:
@@ -231,6 +245,19 @@ def mark_batch_dynamic(args: Sequence[Any], kwargs: Mapping[str, Any], batch: in
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
+
+
+def _at_least_two(call: tuple[Any, Any], batch: int) -> tuple[Any, Any]:
+    """The call with a batch that Dynamo does not take for a constant; only shapes matter."""
+    if batch >= 2:
+        return call
+
+    def larger(value: Any) -> Any:
+        batched = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+        return value.new_zeros((2, *value.shape[1:])) if batched else value
+
+    enlarged: tuple[Any, Any] = tree_map(larger, call)
+    return enlarged
 
 
 def _cloned(value: Any) -> Any:

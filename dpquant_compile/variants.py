@@ -229,7 +229,11 @@ def _blank(value: Any) -> Any:
 
 
 def _copy(value: Tensor) -> Tensor:
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    copied = value.detach().clone()
+    # Of the same kind: Dynamo tells parameters from other tensors, and would compile once more.
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=value.requires_grad)
+    return copied.requires_grad_(value.requires_grad)
 
 
 def _draws(node: fx.Node) -> bool:

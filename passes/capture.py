@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -173,14 +174,14 @@ def _with_arguments(model: nn.Module, given: Collection[str]) -> nn.Module:
         return model
     defaults = {f"default_{p.name}": p.default for p in parameters if p.name in given and p.default is not p.empty}
     parameters = [p.replace(default=p.empty) if p.name in given else p for p in parameters]
-    names = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if any(p.default is p.empty and p.name not in names for p in parameters):
-        raise CaptureError("forward() mixes optional arguments with *args, **kwargs or keyword-only ones")
+    wanted = [p for p in parameters if p.default is p.empty]
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in wanted):
+        raise CaptureError("forward() mixes optional arguments with *args or **kwargs")
+    names = [p.name for p in wanted]
+    by_name = {p.name for p in wanted if p.kind is p.KEYWORD_ONLY or p.name in given}
     scope: dict[str, Any] = {"call": model.forward, **defaults}
     taken = ", ".join(f"{name}=default_{name}" if f"default_{name}" in defaults else name for name in names)
-    passed = ", ".join(f"{name}={name}" if name in given else name for name in names)
+    passed = ", ".join(f"{name}={name}" if name in by_name else name for name in names)
     exec(f"def forward(self, {taken}): return call({passed})", scope)
     shell = type(type(model).__name__, (nn.Module,), {"forward": scope["forward"]})()
     for name in ("_modules", "_parameters", "_buffers"):
@@ -217,6 +218,8 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
     before = Snapshot(model)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        model.__dict__[name] = OrderedDict()  # whoever calls the graph calls them; the snapshot puts them back
     try:
         exported, _ = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)(
             *args, **kwargs

@@ -4,7 +4,7 @@ from collections.abc import Container
 
 from torch import fx
 
-from dpquant_compile.backends.ops import low_precision_site
+from dpquant_compile.backends.specialised import low_precision_site
 from dpquant_compile.passes.infra import PassResult
 from dpquant_compile.passes.insert_switches import link_table, site_arguments
 

@@ -8,8 +8,9 @@ from typing import Any, cast
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
-from dpquant_compile.backends.ops import low_precision_site
+from dpquant_compile.backends.specialised import low_precision_site, sealed_conv
 from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.infra import clean_path, graph_module_over
 from dpquant_compile.passes.insert_switches import LINK_TABLE
 
@@ -64,6 +65,8 @@ def lift_tensors(gm: fx.GraphModule, shape_of: Callable[[str], tuple[int, ...]])
             values[node].meta = dict(node.meta)
         else:
             values[node] = graph.node_copy(node, lambda n: values[n])
+            if node.target in CONVS:
+                values[node].target = sealed_conv  # the same conv, without guards on the batch size
     return graph_module_over(nn.Module(), graph, "Lifted"), names
 
 

@@ -165,7 +165,6 @@ def test_a_backend_that_cannot_is_an_error_with_its_reason() -> None:
         choose_kernel(call("luq_fp4/none/gpu"), CPU)
 
 
-@pytest.mark.xfail(strict=True, reason="compile() does not ask choose_kernel: the error comes at the first forward")
 def test_compile_refuses_a_backend_that_cannot_run_the_format() -> None:
     with pytest.raises(KernelError, match="block scales"):
         dpq.compile(seeded(GroupNormNet), 1, backend="compiled", format=BLOCKED[0])

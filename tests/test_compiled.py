@@ -140,7 +140,6 @@ def test_the_compiled_graphs_can_be_read(small: Pair) -> None:
     assert backward.count("dpquant.site_grad_input.default") == 5, "images need no gradient"
 
 
-@pytest.mark.xfail(strict=True, reason="LinkTable.samples grows past 4096 and Dynamo guards on its size")
 def test_a_batch_of_more_than_4096_compiles_nothing() -> None:
     model = dpq.compile(nn.Sequential(nn.Linear(4, 4)), 1, inner="aot_eager")
     step(model, torch.randn(8, 4))
@@ -148,7 +147,6 @@ def test_a_batch_of_more_than_4096_compiles_nothing() -> None:
         step(model, torch.randn(5000, 4))
 
 
-@pytest.mark.xfail(strict=True, reason="fullgraph=True turns Dynamo's recompile limit (8) into an error")
 def test_layers_can_be_frozen_one_by_one() -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(11)))
     model = dpq.compile(layers, 1, inner="aot_eager")
@@ -271,7 +269,6 @@ def test_variants_compiled_by_inductor_are_close_to_the_link_table(runs: list[An
     assert len(runs) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="warm_up() compiles for plain tensors, and Dynamo guards on type Parameter")
 def test_a_variant_is_compiled_before_it_is_used() -> None:
     model = eager()
     model.precompile(["all"], background=False)
@@ -280,7 +277,6 @@ def test_a_variant_is_compiled_before_it_is_used() -> None:
         step(model, images(4))
 
 
-@pytest.mark.xfail(strict=True, reason="torch's shape function of conv puts a guard on the batch, 2 <= size <= 15")
 def test_variants_serve_all_batch_sizes() -> None:
     model = eager()
     model.precompile(["all"], background=False)
@@ -299,7 +295,6 @@ def test_precompiling_needs_a_batch() -> None:
         model.precompile([["nowhere"]])
 
 
-@pytest.mark.xfail(strict=True, reason="precompile() takes Programs.latest, which is eval()'s after an evaluation")
 def test_variants_made_after_an_evaluation_serve_the_training(runs: list[Any]) -> None:
     model = eager(BatchNormNet)
     model.eval()
@@ -394,6 +389,5 @@ def test_a_graph_break_makes_two_sessions() -> None:
     assert [session.sites.names for session in new_sessions(Broken())] == [("first",), ("second",)]
 
 
-@pytest.mark.xfail(strict=True, reason="_session() tells models apart by the identity of `options` and site names only")
 def test_two_models_with_the_same_options_have_two_sessions() -> None:
     assert len(new_sessions(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))) == 2

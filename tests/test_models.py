@@ -212,7 +212,6 @@ class Two(nn.Module):
         return self.used(x)
 
 
-@pytest.mark.xfail(strict=True, reason="a layer that the captured graph never calls is missing from explain()")
 def test_a_layer_that_is_never_called_is_listed_with_the_reason() -> None:
     model = reference(Two())
     model(ROWS)
@@ -336,7 +335,6 @@ class Optional(nn.Module):
         return self.without(x) if mask is None else self.given(x) * mask
 
 
-@pytest.mark.xfail(strict=True, reason="fx decides `mask is None` wrongly, silently")
 def test_an_optional_argument_may_be_left_out() -> None:
     original, model = pair(Optional)
     assert torch.equal(model(ROWS, ROWS), original(ROWS, ROWS))

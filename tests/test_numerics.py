@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpquant_compile import format_names, rounding
-from dpquant_compile.backends.ops import axis_list, geometry_list, low_precision_site
+from dpquant_compile.backends.ops import axis_list, geometry_list
+from dpquant_compile.backends.specialised import low_precision_site
 from dpquant_compile.bits import ROLES, fold, site_keys
 from dpquant_compile.quantize import quantize_values
 from dpquant_compile.sites import BatchAxis, ConvGeometry
@@ -129,18 +130,11 @@ def same(got: Any, wanted: Any, tolerance: float = 0.0) -> None:
         assert off <= tolerance * size, f"{what}: largest difference {off:.3g} of {size:.3g}"
 
 
-BLOCK_BUG = "reference.py summed_sample_grads: for a linear, blocks of the weight's gradient run along dim 1 (outputs)"
-
-
 @pytest.mark.parametrize("outputs", ["none", "flow", "all"])
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_site_is_autograd_on_rounded_operands(
-    name: str, fmt: str, outputs: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_site_is_autograd_on_rounded_operands(name: str, fmt: str, outputs: str) -> None:
     layer = LAYERS[name]
-    if layer.op == "linear" and outputs == "all" and fmt.startswith("fp4_e2m1"):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=BLOCK_BUG))
     tensors = data(layer)
     # For one sample of a conv1d, autograd sums in another order than the whole batch's kernel.
     tolerance = 1e-6 if name == "conv1d" and outputs == "all" else 0.0

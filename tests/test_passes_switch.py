@@ -20,7 +20,7 @@ from models import (
 from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
-from dpquant_compile.backends.ops import low_precision_site
+from dpquant_compile.backends.specialised import low_precision_site
 from dpquant_compile.bits import site_keys
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import CaptureError
@@ -112,7 +112,7 @@ def forward(self, x : torch.Tensor) -> torch.Tensor:
     mean = conv2d.mean((2, 3))
     fc_weight = self.fc.weight
     fc_bias = self.fc.bias
-    linear = dpquant_compile_backends_ops_low_precision_site(mean, fc_weight, fc_bias, _dpq_keys,
+    linear = dpquant_compile_backends_specialised_low_precision_site(mean, fc_weight, fc_bias, _dpq_keys,
         _dpq_samples, op = 'linear', site = 1, call = 0, geometry = [], axes = [0, 1, 1, 0, 1, 1], recipe =
         'luq_fp4/none/reference')
     return linear""",
@@ -215,9 +215,10 @@ def test_lift_golden() -> None:
         """\
 def forward(self, x, t__dpq_samples, t_conv_weight, t_conv_bias, t_fc_weight, t_fc_bias, t_dpq_keys_1) ->
         torch.Tensor:
-    conv2d = torch.conv2d(x, t_conv_weight, t_conv_bias, (1, 1), (1, 1), (1, 1), 1)
+    conv2d = dpquant_compile_backends_specialised_sealed_conv(x, t_conv_weight, t_conv_bias, (1, 1), (1, 1),
+        (1, 1), 1)
     mean = conv2d.mean((2, 3))
-    low_precision_site = dpquant_compile_backends_ops_low_precision_site(mean, t_fc_weight, t_fc_bias,
+    low_precision_site = dpquant_compile_backends_specialised_low_precision_site(mean, t_fc_weight, t_fc_bias,
         t_dpq_keys_1, t__dpq_samples, op = 'linear', site = 0, call = 0, geometry = [], axes = [0, 1, 1, 0, 1,
         1], recipe = 'luq_fp4/none/reference')
     return low_precision_site""",
