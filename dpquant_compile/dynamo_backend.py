@@ -35,13 +35,13 @@ class Session:
     """The sites of one model, or of one part of it between graph breaks, under one `torch.compile` call.
 
     When Dynamo compiles the same sites again, for another batch size or mode, the new program joins the session, so
-    its policy and step go on.
+    its policy and step go on. Dynamo runs one program for several models of one class that are compiled with the same
+    options, so they share a session too: give each its own `options` dict to tell them apart.
     """
 
     def __init__(self, options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> None:
         names = sites.names
         self.options = options
-        self.owner: weakref.ref[Tensor] | None = None
         self.spec = spec
         self.sites = sites
         self.device = device
@@ -72,13 +72,11 @@ def sessions() -> tuple[Session, ...]:
     return tuple(_LIVE[number] for number in sorted(_LIVE.keys()))
 
 
-def _session(options: Any, owner: Tensor | None, spec: CompileSpec, sites: SiteTable, device: torch.device) -> Session:
+def _session(options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> Session:
     for session in sessions():
-        same_model = session.owner is not None and session.owner() is owner
-        if session.options is options and same_model and session.sites.names == sites.names:
+        if session.options is options and session.sites.names == sites.names:
             return session
     session = Session(options, spec, sites, device)
-    session.owner = None if owner is None else weakref.ref(owner)
     _LIVE[max(_LIVE.keys(), default=0) + 1] = session
     return session
 
@@ -100,8 +98,7 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
             warnings.warn(f"dpquant: {skip.name} ({skip.op}) stays in full precision: {skip.reason}", stacklevel=2)
         return lower(spec.inner, Recorder())(gm, example_inputs) if spec.inner != "eager" else gm.forward
     device = next((value.device for value in example_inputs if isinstance(value, Tensor)), torch.device("cpu"))
-    owner = next((value for value in example_inputs if isinstance(value, torch.nn.Parameter)), None)
-    session = _session(options, owner, spec, select_sites(found, chosen), device)
+    session = _session(options, spec, select_sites(found, chosen), device)
     session.log += log
     table, rows = session.dispatcher.table, {name: row for row, name in enumerate(session.sites.names)}
     _add_inputs(graph)

@@ -389,5 +389,5 @@ def test_a_graph_break_makes_two_sessions() -> None:
     assert [session.sites.names for session in new_sessions(Broken())] == [("first",), ("second",)]
 
 
-def test_two_models_with_the_same_options_have_two_sessions() -> None:
-    assert len(new_sessions(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))) == 2
+def test_models_that_dynamo_runs_by_one_program_share_a_session() -> None:
+    assert len(new_sessions(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))) == 1

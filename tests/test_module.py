@@ -289,6 +289,7 @@ def test_hooks_of_a_dynamo_captured_original_run() -> None:
     assert torch.equal(model(ROWS), original(ROWS))
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_backward_hooks_of_the_original_run() -> None:
     original, seen = seeded(GroupNormNet), []
     original.register_full_backward_hook(lambda *args: seen.append(1))
