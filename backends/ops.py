@@ -21,6 +21,7 @@ from dpquant_compile.backends.reference import (
     full_grad_params,
 )
 from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
+from dpquant_compile.errors import KernelError
 from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
@@ -81,7 +82,12 @@ def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Str
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams, low: Arithmetic | None
 ) -> Tensor:
-    x = x.to(weight.dtype)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(weight.dtype)
+    if x.dtype != weight.dtype:
+        raise KernelError(
+            f"a {call.op} site got an input of {x.dtype}, but its weight is {weight.dtype}: convert one of them"
+        )
     with plain_dtypes(x):
         if low is None:
             y = full_forward(call.op, call.geometry, x, weight, bias)

@@ -193,6 +193,18 @@ def low_precision_site(
 ) -> Tensor:
     """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
     apply: Any = _LowPrecisionSite.apply
-    result = apply(x.to(weight.dtype), weight, bias, keys, samples, op, site, call, geometry, axes, recipe)
+    result = apply(
+        x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x,
+        weight,
+        bias,
+        keys,
+        samples,
+        op,
+        site,
+        call,
+        geometry,
+        axes,
+        recipe,
+    )
     assert isinstance(result, Tensor)
     return result

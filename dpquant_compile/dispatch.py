@@ -57,6 +57,7 @@ class Dispatcher:
         self.policy = resolve_policy(policy, self.names)
         return self.policy
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, *, batch: int, device: torch.device, low: bool, parameters: Iterable[Tensor] | None) -> None:
         """Bring the link table up to date before a forward. `parameters` are given in training only."""
         with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
@@ -81,6 +82,10 @@ class Dispatcher:
         self.names += tuple(names)
         self.policy = Policy(self.policy, self.names)
         self._shown = None
+
+    def set_step(self, step: int) -> None:
+        """Go on from `step`, whatever was changed until now."""
+        self.step, self._versions = step, None
 
     def changed(self, parameters: Iterable[Tensor]) -> bool:
         """Whether parameters changed since the last training forward."""

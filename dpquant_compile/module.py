@@ -12,7 +12,7 @@ from torch import fx, nn
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph
 from dpquant_compile.dispatch import Dispatcher, LinkTable
-from dpquant_compile.errors import CaptureError
+from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
@@ -139,15 +139,17 @@ class CompiledModule(nn.Module):
 
     @property
     def step(self) -> int:
-        """Counts training forwards that found the parameters changed; the random bits are a function of seed and step.
+        """The step that the next training forward rounds by; it advances when parameters have changed in between.
 
-        It is set by hand where parameters change unseen, through `parameter.data`.
+        To resume, set it to the value it had when the checkpoint was made; set it too where parameters change unseen,
+        through `parameter.data`.
         """
-        return self._dispatcher.step
+        changed = self._original.training and self._dispatcher.changed(self._original.parameters())
+        return self._dispatcher.step + changed
 
     @step.setter
     def step(self, value: int) -> None:
-        self._dispatcher.step = int(value)
+        self._dispatcher.set_step(int(value))
 
     @property
     def sample_ids(self) -> torch.Tensor | None:
@@ -168,7 +170,10 @@ class CompiledModule(nn.Module):
         first, self._provisional = not self._programs.captured, False
         # A graph of one mode may lack layers that another has; what is skipped is no site in any.
         gone = {skip.name for skip in found.skipped}
-        others = [] if first and self._programs.was_provisional else [s for s in self._sites if s.name not in gone]
+        if first:
+            others = [] if self._programs.was_provisional else [s for s in self._sites if s.name not in gone]
+        else:
+            others = list(self._sites)  # one that this call cannot quantize is still a site; explain() says so
         merged = [*table.sites, *(site for site in others if site.name not in table.names)]
         skipped = (*table.skipped, *_uncalled(self._original, merged, table.skipped)) if first else self._sites.skipped
         called = {site.name for site in merged}
@@ -191,8 +196,11 @@ class CompiledModule(nn.Module):
         if set(chosen) == set(old.names):
             self._dispatcher.set_policy("all")
             return
-        skipped = {skip.name for skip in self._sites.skipped}
-        self._dispatcher.set_policy([n for n in _renamed(chosen, self._sites.names) if n not in skipped])
+        reasons = {skip.name: skip.reason for skip in self._sites.skipped}
+        names = _renamed(chosen, self._sites.names)
+        if lost := [f"{name} ({reasons[name]})" for name in names if name in reasons]:
+            raise SiteError(f"the policy names layers that are no sites: {listing(lost)}. Use names from model.sites")
+        self._dispatcher.set_policy(names)
 
     # Reading
 
@@ -231,6 +239,8 @@ class CompiledModule(nn.Module):
         Variants round intermediate sums in another order than the link table, so results may differ in the last bits:
         wait for them where runs must repeat exactly.
         """
+        if isinstance(policies, str) or not isinstance(policies, Iterable):
+            raise SiteError(f"precompile({policies!r}): give a list of policies, such as [{policies!r}]")
         chosen = [self._resolve(policy) for policy in policies]
         return self._variants.precompile(self._programs, self._dispatcher.table, chosen, background)
 
@@ -311,8 +321,7 @@ class CompiledModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         # The graphs and compiled programs stay behind: they are made again from the model and the spec.
         chosen = self._sites.names if self._chosen is not None else None
-        changed = self._original.training and self._dispatcher.changed(self._original.parameters())
-        state = {"step": self.step + changed, "policy": tuple(sorted(self.policy)), "explicit": self._explicit}
+        state = {"step": self.step, "policy": tuple(sorted(self.policy)), "explicit": self._explicit}
         return _restore, (self._original, self._spec, chosen, state)
 
     def extra_repr(self) -> str:

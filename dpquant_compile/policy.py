@@ -98,7 +98,7 @@ def resolve_budget(budget: float, universe: Sequence[str], *, provisional: bool 
         )
     if isinstance(budget, numbers.Integral):
         if int(budget) < 0 or (int(budget) > n and not provisional):
-            raise BudgetError(f"budget={budget!r} is not between 0 and n. {have}{reasons}")
+            raise BudgetError(f"budget={budget!r} is not between 0 and {n}. {have}{reasons}")
         return min(int(budget), n)
     if not 0.0 <= float(budget) <= 1.0 or math.isnan(budget):
         raise BudgetError(

@@ -95,6 +95,7 @@ class Programs:
             )
         return gm
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get(self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Program:
         """The program for this call, captured and prepared if it is the first of its kind."""
         mode = self._mode()
@@ -240,6 +241,7 @@ def _equal(a: Any, b: Any) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def mark_batch_dynamic(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> None:
     """Tell Dynamo that dimension 0 varies, so that a Poisson batch of another size compiles nothing."""
     for leaf in tree_leaves((args, kwargs)):

@@ -1,6 +1,7 @@
 """Pass: follow the batch through the graph, so that every site knows which elements belong to one sample."""
 
 import itertools
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -135,9 +136,22 @@ def _run(
             name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
         }
         recorder = _Recorder(gm, tracker, actual)
-        with mode, tracker, torch.no_grad(), without_hooks(gm), _reparametrize_module(gm, swapped):
+        recorder.extra_traceback = False
+        with _quiet(), mode, tracker, torch.no_grad(), without_hooks(gm), _reparametrize_module(gm, swapped):
             recorder.run(*fakes, enable_io_processing=False)
     return recorder
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a stack for every shape that does not fit; the error that is raised says it in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def symbolic_batch(node: fx.Node) -> Any:
@@ -265,11 +279,15 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             result = super().run_node(n)
+        except CaptureError:
+            raise
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+            advice = " Its result depends on values: use torch.where or masks instead." if values else ""
             raise CaptureError(
-                f"node {n.name!r} ({node_source(n) or 'source line unknown'}) cannot be followed on shapes alone: "
-                f"{reason}. If its result depends on values (item(), boolean indexing), use torch.where or masks."
+                f"node {n.name!r} ({node_source(n) or 'source line unknown'}) fails on the shapes of this call: "
+                f"{reason}.{advice}"
             ) from error
         if isinstance(result, Tensor):
             self._check_dtype(n, result)

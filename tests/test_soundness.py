@@ -192,7 +192,7 @@ def test_a_model_that_only_dynamo_takes_and_that_declares_no_layer() -> None:
 
     model = dpq.compile(Functional(), budget=1.0, backend="reference", example_inputs=(torch.randn(3, 4),))
     assert model.sites.names == ("w",)
-    with pytest.raises(BudgetError, match="between 0 and n"):
+    with pytest.raises(BudgetError, match="between 0 and 0"):
         dpq.compile(Functional(), budget=-1, backend="reference")
 
 
