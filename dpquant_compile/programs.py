@@ -66,6 +66,7 @@ class Programs:
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._traced: dict[Hashable, fx.GraphModule | CaptureError] = {}
         self._latest: dict[Hashable, Program] = {}
+        self.last_trained: Program | None = None
         self.was_provisional = self.provisional
 
     @property
@@ -107,6 +108,8 @@ class Programs:
             program = self._prepare(kind[:2], args, kwargs)
             self._programs[kind if program.any_batch else (*kind, batch)] = program
         self._latest[mode] = program
+        if self.original.training:
+            self.last_trained = program
         return program
 
     @property
@@ -129,6 +132,7 @@ class Programs:
         self._programs.clear()
         self._traced.clear()
         self._latest.clear()
+        self.last_trained = None
 
     def normalise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call without optional arguments that are given at their defaults."""

@@ -156,9 +156,9 @@ class VariantCache:
         self, programs: Programs, table: LinkTable, policies: Sequence[Policy], background: bool
     ) -> Precompilation:
         """Build and compile the variants that are missing, in order; see `CompiledModule.precompile`."""
-        program = programs.latest
+        program = programs.latest if programs.spec.quantize_eval else programs.last_trained
         if program is None:
-            raise NotCapturedError("precompile() needs the shapes of a batch: run the model once before it")
+            raise NotCapturedError("precompile() needs the shapes of a batch: run the model once in train() before it")
         missing = [p for p in dict.fromkeys(policies) if (id(program), p) not in self._ready]
         if programs.spec.inner == "eager":
             missing = []  # nothing is compiled, so there is nothing to compile ahead

@@ -282,7 +282,7 @@ class _Recorder(fx.Interpreter):
         except CaptureError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
             advice = " Its result depends on values: use torch.where or masks instead." if values else ""
             raise CaptureError(
