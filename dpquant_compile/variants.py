@@ -61,7 +61,8 @@ class _Variant:
 
     def warm_up(self, example: tuple[Any, Any]) -> None:
         """Compile forward and backward by one run on made-up inputs and copies of the tensors: no state changes."""
-        flat = bind_inputs(self.owner, *tree_map(_blank, example))
+        device = next((p.device for p in self.owner.parameters()), torch.device("cpu"))
+        flat = bind_inputs(self.owner, *tree_map(partial(_blank, device=device), example))
         copies = [_copy(self._read(name)) for name in self.names]
         with torch.enable_grad():
             outputs = self.graph(*flat, *copies)
@@ -223,9 +224,8 @@ def _children(graph: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
     return [(name, child) for name, child in graph.named_children() if isinstance(child, fx.GraphModule)]
 
 
-def _blank(value: Any) -> Any:
-    # A meta tensor knows no device; the model's own tells where its inputs are.
-    return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+def _blank(value: Any, device: torch.device) -> Any:
+    return torch.zeros(value.shape, dtype=value.dtype, device=device) if isinstance(value, Tensor) else value
 
 
 def _copy(value: Tensor) -> Tensor:
