@@ -11,10 +11,12 @@ from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor.codegen.cpp import CppKernel
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.virtualized import V
 
-__all__ = ["AotGraph", "Recorder", "lower"]
+__all__ = ["AotGraph", "Recorder", "compile_graph", "lower"]
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,25 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("inference")
     )
     return backend
+
+
+def compile_graph(
+    gm: fx.GraphModule, kind: str, inner: str, recorder: Recorder
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a functional graph of ATen operators for the sizes it was traced with.
+
+    The result takes its arguments as one list, which it empties, so that memory is freed as the program goes.
+    """
+    recorder.add(kind, gm)
+    if inner != "inductor":
+        interpret: Callable[[list[Any]], Sequence[Any]] = make_boxed_func(gm.forward)
+        return interpret
+    examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    fake_mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    with (
+        tracing(TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        compiled: Any = compile_fx_inner(gm, examples, is_inference=True)
+    return cast(Callable[[list[Any]], Sequence[Any]], compiled)

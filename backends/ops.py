@@ -25,7 +25,17 @@ from dpquant_compile.errors import KernelError
 from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["axis_list", "bias_grad", "geometry_list", "layout_of", "plain_dtypes", "site_call", "streams_of"]
+__all__ = [
+    "axis_list",
+    "bias_grad",
+    "fake_forward",
+    "fake_grad_input",
+    "geometry_list",
+    "layout_of",
+    "plain_dtypes",
+    "site_call",
+    "streams_of",
+]
 
 
 def axis_list(*axes: BatchAxis) -> list[int]:
@@ -210,7 +220,8 @@ def site_grad_params(
 
 
 @site_forward.register_fake
-def _fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
+def fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
+    """The shape and layout of a site's output."""
     op, _, _, geometry, axes, recipe = rest[-6:]
     if op == "linear":
         return weight.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -227,7 +238,8 @@ def _fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
 
 
 @site_grad_input.register_fake
-def _fake_grad_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+def fake_grad_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """The shape and layout of the gradient of a site's input."""
     return torch.empty_like(x, memory_format=layout_of(rest[-6], x))
 
 

@@ -129,7 +129,6 @@ class EmulatedSite:
     def summed_sample_grads(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         """Σᵢ Q(dwᵢ): one sample's gradient at a time, so that no [batch, weight] tensor is ever held."""
         total = torch.zeros_like(weight)
-        key = _key("grad_weight", call, streams)
         xs, grads = to_samples(x, call.axis), to_samples(grad, call.output_axis)
         if call.geometry is not None:
             # The images of one sample, however they were folded into the batch.
@@ -138,9 +137,7 @@ class EmulatedSite:
             grads = grads.reshape(count, grad.shape[0] // max(count, 1), *grad.shape[1:])
         for i in range(xs.shape[0]):
             dw, _ = full_grad_params(call.geometry, grads[i], xs[i], weight, (True, False))
-            ids = streams.samples[i : i + 1]
-            # The gradient of one sample, with that sample's own bits; blocks run along the input features.
-            total += self.quantizer(dw[None], call.recipe.format, key, ids, BatchAxis(0), 2)[0]
+            total += self.sample_grad(dw[None], call, Streams(streams.keys, streams.samples[i : i + 1]))[0]
         return total
 
     # Rounding
@@ -156,6 +153,11 @@ class EmulatedSite:
         key = streams.keys[call.site, ROLES.index("weight")]
         only = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return self.quantizer(weight, call.recipe.format, key, only, None, 1)
+
+    def sample_grad(self, grads: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        # The gradients [B, *weight] of samples, each with its own scale and bits; blocks run along the input features.
+        key = _key("grad_weight", call, streams)
+        return self.quantizer(grads, call.recipe.format, key, streams.samples, BatchAxis(0), 2)
 
     def _activation(self, x: Tensor, role: str, call: SiteCall, streams: Streams, axis: BatchAxis) -> Tensor:
         features = -1 if call.geometry is None else 1

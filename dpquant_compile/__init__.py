@@ -2,11 +2,13 @@
 
 from dpquant_compile import errors
 from dpquant_compile.api import compile
+from dpquant_compile.batchnorm import replace_batch_norm
 from dpquant_compile.dynamo_backend import Session, sessions
 from dpquant_compile.formats import Format, format_names, get_format, register_format
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.packing import decode, encode, pack4, unpack4
 from dpquant_compile.policy import Policy
+from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.quantize import quantize
 from dpquant_compile.sites import Site, SiteTable
 
@@ -16,6 +18,7 @@ __all__ = [
     "CompiledModule",
     "Format",
     "Policy",
+    "PrivacyEngine",
     "Session",
     "Site",
     "SiteTable",
@@ -29,6 +32,7 @@ __all__ = [
     "pack4",
     "quantize",
     "register_format",
+    "replace_batch_norm",
     "sessions",
     "unpack4",
 ]

@@ -15,9 +15,13 @@ __all__ = [
     "FormatError",
     "GraphInvariantError",
     "InplaceAliasError",
+    "IsolationError",
     "KernelError",
     "NonFiniteError",
     "NotCapturedError",
+    "PerSampleGradientError",
+    "PrivacySpecError",
+    "PrivateTrainingError",
     "RegistryError",
     "SiteError",
 ]
@@ -82,3 +86,19 @@ class RegistryError(DPQuantError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class IsolationError(DPQuantError, RuntimeError):
+    """A model lets one sample of a batch change what another sample's gradient is."""
+
+
+class PerSampleGradientError(DPQuantError, RuntimeError):
+    """A parameter is used in a way for which there is no per-sample gradient."""
+
+
+class PrivacySpecError(DPQuantError, ValueError):
+    """An argument of `PrivacyEngine.make_private` is out of its domain, or does not fit the others."""
+
+
+class PrivateTrainingError(DPQuantError, RuntimeError):
+    """A training loop does something that would break the privacy guarantee."""

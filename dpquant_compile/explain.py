@@ -1,6 +1,6 @@
 """`explain()`: what every site runs as, by which kernel, and why the rest is not a site."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,7 @@ class Explanation:
 
     title: str
     rows: tuple[Row, ...]
+    private: tuple[tuple[str, str, str], ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -43,17 +44,20 @@ class Explanation:
     def __str__(self) -> str:
         head = ("site", "op", "weight", "precision", "kernel", "note")
         body = [(row.site, row.op, row.shape, row.precision, row.kernel, row.note) for row in self.rows]
-        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head) - 1)]
-
-        def text(line: tuple[str, ...]) -> str:
-            return "  ".join(
-                [cell.ljust(width) for cell, width in zip(line, widths, strict=False)] + [line[-1]]
-            ).rstrip()
-
-        rule = "  ".join("─" * width for width in widths) + "  ────"
-        return "\n".join([self.title, text(head), rule, *map(text, body)])
+        lines = [self.title, *_table(head, body)]
+        if self.private:
+            lines += ["", "per-sample gradients", *_table(("parameter", "used by", "way"), self.private)]
+        return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _table(head: tuple[str, ...], body: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head) - 1)]
+    rule = tuple("─" * width for width in (*widths, 4))
+    for line in (head, rule, *body):
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        yield "  ".join([*cells, line[-1]]).rstrip()
 
 
 def kernel_of(site: Site, spec: CompileSpec, device: torch.device) -> Choice:
@@ -70,8 +74,13 @@ def explain(
     device: torch.device,
     training: bool,
     lost: Mapping[str, str] | None = None,
+    private: Sequence[tuple[str, str, str]] = (),
 ) -> Explanation:
-    """The table for a model in its present state. `lost` are sites that the last call could not quantize, and why."""
+    """The table for a model in its present state. `lost` are sites that the last call could not quantize, and why.
+
+    `private` says for each trainable parameter under a privacy engine: its name, the operators that use it, and the
+    way its per-sample gradients are taken.
+    """
     rows = []
     active = training or spec.quantize_eval
     for site in sites:
@@ -95,4 +104,4 @@ def explain(
     mode = "train()" if training else "eval(), quantized" if spec.quantize_eval else "eval(): full precision"
     what = f"{spec.recipe.format}, outputs {spec.recipe.outputs!r}"
     title = f"{len(policy)} of {len(sites)} sites in {what}, {mode}, on {device}"
-    return Explanation(title, tuple(rows))
+    return Explanation(title, tuple(rows), tuple(private))

@@ -1,10 +1,11 @@
 """`CompiledModule`: the user's model, running as a graph with switchable sites."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -12,7 +13,7 @@ from torch import fx, nn
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph
 from dpquant_compile.dispatch import Dispatcher, LinkTable
-from dpquant_compile.errors import CaptureError, SiteError, listing
+from dpquant_compile.errors import CaptureError, PrivateTrainingError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
@@ -25,7 +26,7 @@ from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
 from dpquant_compile.view import GraphView
 
-__all__ = ["CompiledModule"]
+__all__ = ["CompiledModule", "Internals", "Runner"]
 
 # Shared with the original, so that whoever holds either sees the same parameters, buffers and hooks.
 _SHARED = (
@@ -41,6 +42,29 @@ _SHARED = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+class Runner(Protocol):
+    """What takes the training forwards of a model: a private session."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training forward."""
+
+    def ways(self) -> tuple[tuple[str, str, str], ...]:
+        """For `explain()`: each trainable parameter, what uses it, how its per-sample gradients are taken."""
+
+
+@dataclass(frozen=True)
+class Internals:
+    """What a privacy engine builds on: the model, its captured programs, and the link table of a batch.
+
+    `begin(batch, ids)` brings the link table up to date for a training forward on `batch` samples with these ids.
+    """
+
+    original: nn.Module
+    programs: Programs
+    spec: CompileSpec
+    begin: Callable[[int, torch.Tensor | None], LinkTable]
 
 
 class CompiledModule(nn.Module):
@@ -75,6 +99,7 @@ class CompiledModule(nn.Module):
             kernel_of(site, spec, self._device())  # raises now, not in the middle of a training
         self._variants = VariantCache()
         self.use_variants = True
+        self.__dict__["_private"] = None
 
     # Running
 
@@ -83,6 +108,10 @@ class CompiledModule(nn.Module):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._original.training and torch.is_grad_enabled():
+            if self.__dict__["_private"] is not None:
+                return self.__dict__["_private"].run(args, kwargs)
+            self._refuse_grad_samplers()
         args, kwargs = self._programs.normalise(args, kwargs)
         batch = batch_size(args, kwargs)
         program = self._programs.get(args, kwargs, batch)
@@ -107,6 +136,33 @@ class CompiledModule(nn.Module):
         """
         self._programs.clear()
         self._variants = VariantCache()
+
+    # Private training
+
+    def attach(self, runner: Runner | None) -> Internals:
+        """Let `runner` take this model's training forwards, as a privacy engine does; None gives them back."""
+        self.__dict__["_private"] = runner
+        return Internals(self._original, self._programs, self._spec, self._begin_private)
+
+    def _begin_private(self, batch: int, ids: torch.Tensor | None) -> LinkTable:
+        own, self._dispatcher.sample_ids = self._dispatcher.sample_ids, ids
+        self._begin(batch, True)
+        self._dispatcher.sample_ids = own
+        return self._dispatcher.table
+
+    def _refuse_grad_samplers(self) -> None:
+        """Per-sample hooks of other libraries see modules, which a compiled program does not call."""
+        hooked = next((n for n, p in self._original.named_parameters() if hasattr(p, "grad_sample")), None)
+        if hooked is not None:
+            raise PrivateTrainingError(
+                f"parameter {hooked!r} was prepared for per-sample gradients by another engine (opacus.PrivacyEngine "
+                "or "
+                "GradSampleModule), whose hooks a compiled program does not call: it would train without clipping, or "
+                "not at "
+                "all. Fix: use dpquant_compile.PrivacyEngine, which is an opacus.PrivacyEngine, with a model that no "
+                "other "
+                "engine has taken"
+            )
 
     def _begin(self, batch: int, low: bool) -> None:
         parameters = self._original.parameters() if self._original.training else None
@@ -254,7 +310,8 @@ class CompiledModule(nn.Module):
         """What each site runs as now, by which kernel, native or emulated, and why the rest is skipped."""
         latest = self._programs.latest
         lost = {s.name: s.reason for s in collect_sites(latest.base).skipped} if latest is not None else {}
-        return explain(self._sites, self.policy, self._spec, self._device(), self._original.training, lost)
+        private = self.__dict__["_private"].ways() if self.__dict__["_private"] is not None else ()
+        return explain(self._sites, self.policy, self._spec, self._device(), self._original.training, lost, private)
 
     def trace_log(self) -> tuple[PassRecord, ...]:
         """Every pass over this model's graphs so far; `print` a record to read the graph before and after it."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from dpquant_compile.errors import CaptureError
@@ -29,7 +31,7 @@ def inline_modules(gm: fx.GraphModule) -> PassResult:
             continue
         module = gm.get_submodule(str(node.target))
         _check_initialised(str(node.target), module)
-        body = None if has_hooks(module) else _trace(module)
+        body = None if has_hooks(module) else _trace(module, len(node.args) + len(node.kwargs))
         if body is not None and _inline(gm.graph, node, body):
             modified = True
     return PassResult(gm, modified)
@@ -45,14 +47,18 @@ class _InsideTracer(Tracer):
         return False
 
 
-def _trace(module: nn.Module) -> fx.Graph | None:
-    target = module
+def _trace(module: nn.Module, given: int) -> fx.Graph | None:
+    target, fixed = module, None
+    if isinstance(module, _ConvTransposeNd) and given == 1:
+        fixed = {"output_size": None}  # which it branches on
     if isinstance(module, _NormBase):
         # Its only control flow on the input is a check of the number of dimensions.
         target = copy.copy(module)
         target.__dict__["_check_input_dim"] = lambda _: None
+        if isinstance(module, _InstanceNorm):  # and whether there is a batch, which a model that is compiled has
+            target.__class__ = type("Batched", (type(module),), {"forward": type(module)._apply_instance_norm})
     try:
-        return _InsideTracer().trace(target)
+        return _InsideTracer().trace(target, fixed)
     except Exception:  # whatever the module's code raises on a Proxy; the call then stays as it is
         return None
 

@@ -17,12 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpquant_compile.errors import CaptureError, InplaceAliasError
+from dpquant_compile.errors import CaptureError, DPQuantError, InplaceAliasError
 from dpquant_compile.passes.batch_rules import Axis, Lost, OpCall, output_axis
 from dpquant_compile.passes.infra import PassResult, bind_inputs, node_source
 from dpquant_compile.sites import BatchAxis, Site, Skipped
 
-__all__ = ["batch_size", "hint", "symbolic_batch", "track_batch", "without_hooks"]
+__all__ = [
+    "PROBES",
+    "batch_size",
+    "bind_batch",
+    "hint",
+    "run_on_fakes",
+    "symbolic_batch",
+    "track_batch",
+    "without_hooks",
+]
 
 # Two large primes in place of the batch size: what a model writes as a number (reshape(7, -1)) is neither, and an axis
 # that is right for both is not right by chance.
@@ -47,7 +56,8 @@ def track_batch(
 ) -> PassResult:
     """Run the graph on fake tensors of the call's shapes and write what is learnt into node.meta.
 
-    Sets meta["shape"] (with the call's batch size) and meta["batch_axis"] on nodes with tensor outputs; on site nodes
+    Sets meta["shape"] (with the call's batch size) and meta["batch_axis"] on nodes with tensor outputs; on placeholders
+    meta["batch_leaves"], one flag per leaf of the argument: whether it was taken for the batch; on site nodes
     meta["axis"], the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A
     site whose batch cannot be followed becomes a meta["skipped"] with the reason: quantizing it could give one scale
     to many samples. With `any_batch` the result holds for all batch sizes, else for this call's only; `batch` is the
@@ -55,35 +65,48 @@ def track_batch(
     Requires: `mark_sites`; dimension 0 of the inputs is the batch; all other sizes are fixed.
     Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
     """
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    inputs = list(zip(placeholders, bind_inputs(gm, args, kwargs), strict=True))
-    given = [value for node, value in inputs if "state" not in node.meta]
-    actual = batch_size(given, {}) if batch is None else batch
-    alike = [
-        leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim() and hint(leaf.shape[0]) == actual
-    ]
+    inputs, actual, alike = bind_batch(gm, args, kwargs, batch)
     probes = PROBES if any_batch else (actual,)
-    best: tuple[int, list[_Recorder]] | None = None
+    best: tuple[int, list[_Recorder], set[int]] | None = None
     failure: CaptureError | None = None
     # A mask of shape [length, length] looks like a batch where the length is the batch size. Then shapes do not fit
     # together, or samples cannot be told apart, and fewer of the tensors are taken for the batch. A tensor that is left
     # out gives its axis to nothing, so at worst a site is skipped.
     choices = (batched for count in range(len(alike), 0, -1) for batched in itertools.combinations(alike, count))
     for batched in itertools.islice(choices, 32):
+        chosen, recorders = {id(leaf) for leaf in batched}, [_Recorder(gm, _Tracker(probe), actual) for probe in probes]
         try:
-            recorders = [_run(gm, inputs, [id(leaf) for leaf in batched], actual, probe) for probe in probes]
+            for recorder in recorders:
+                run_on_fakes(recorder, inputs, chosen)
         except CaptureError as error:
             failure = failure or error
             continue
         lost = sum("skipped" in notes for notes in recorders[0].notes.values())
         if best is None or lost < best[0]:
-            best = (lost, recorders)
+            best = (lost, recorders, chosen)
         if lost == 0:
             break
     if best is None:
         raise failure or CaptureError("none of the inputs has a batch dimension")
     _write(gm, best[1])
+    for node, value in inputs:
+        node.meta["batch_leaves"] = tuple(id(leaf) in best[2] for leaf in tree_leaves(value))
     return PassResult(gm, False)
+
+
+Inputs = list[tuple[fx.Node, Any]]
+
+
+def bind_batch(
+    gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None
+) -> tuple[Inputs, int, list[Tensor]]:
+    """Each placeholder with its argument, the size of the batch, and the tensors whose dimension 0 has that size."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = list(zip(placeholders, bind_inputs(gm, args, kwargs), strict=True))
+    given = [value for node, value in inputs if "state" not in node.meta]
+    actual = batch_size(given, {}) if batch is None else batch
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
+    return inputs, actual, [leaf for leaf in tensors if hint(leaf.shape[0]) == actual]
 
 
 def _write(gm: fx.GraphModule, recorders: "list[_Recorder]") -> None:
@@ -107,10 +130,10 @@ def hint(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
-def _run(
-    gm: fx.GraphModule, inputs: list[tuple[fx.Node, Any]], batched: list[int], actual: int, probe: int
-) -> "_Recorder":
-    mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), _Tracker(probe)
+def run_on_fakes(recorder: "_Recorder", inputs: Inputs, batched: set[int]) -> None:
+    """Run a recorder's graph on fake tensors; those with an id in `batched` get its probe for their dimension 0."""
+    mode, tracker, gm = FakeTensorMode(allow_non_fake_inputs=True), recorder.tracker, recorder.module
+    probe = tracker.batch
     symbols = {symbolic_batch(node) for node, value in inputs if id(value) in batched} - {None}
 
     def fake(value: Any) -> Any:
@@ -123,8 +146,7 @@ def _run(
         with mode:
             made = torch.empty(shape, dtype=value.dtype, device=value.device)
         made.requires_grad_(value.requires_grad)
-        if is_batch:
-            tracker.axes[made] = BatchAxis(0)
+        tracker.enter(made, None if is_batch else "an input that is no batch")
         return made
 
     # In inference mode PyTorch hands over operators whole (aten.linear), for which there are no rules.
@@ -135,11 +157,11 @@ def _run(
         swapped: dict[str, Tensor] = {
             name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
         }
-        recorder = _Recorder(gm, tracker, actual)
+        for name, tensor in swapped.items():
+            tracker.enter(tensor, name)
         recorder.extra_traceback = False
         with _quiet(), mode, tracker, torch.no_grad(), without_hooks(gm), _reparametrize_module(gm, swapped):
             recorder.run(*fakes, enable_io_processing=False)
-    return recorder
 
 
 @contextmanager
@@ -201,6 +223,12 @@ class _Tracker(TorchDispatchMode):
         self.axes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._in_storage: dict[int, list[weakref.ref[Tensor]]] = {}
 
+    def enter(self, value: Tensor, name: str | None) -> None:
+        """Take in a tensor that no operator made: a batch, which has no name, or else an input, parameter or buffer."""
+        if name is None:
+            self.axes[value] = BatchAxis(0)
+        self._register(value)
+
     def axis_of(self, value: Any) -> Axis:
         axis: Axis = self.axes.get(value) if isinstance(value, Tensor) else None
         return axis
@@ -219,11 +247,22 @@ class _Tracker(TorchDispatchMode):
                     self.axes[output] = axis
                     if func._schema.is_mutable:
                         self._spread(output, axis)
-                self._in_storage.setdefault(_storage(output), []).append(weakref.ref(output))
+                self._register(output)
         return result
 
+    def _register(self, value: Tensor) -> None:
+        self._in_storage.setdefault(_storage(value), []).append(weakref.ref(value))
+
+    def _sharing(self, value: Tensor) -> list[Tensor]:
+        """Other tensors in the same memory."""
+        others = (reference() for reference in self._in_storage.get(_storage(value), []))
+        return [other for other in others if other is not None and other is not value]
+
+    def _rule(self, func: Any, call: OpCall) -> Axis:
+        return output_axis(func, call)
+
     def _axis(self, func: Any, call: OpCall) -> Axis:
-        axis = output_axis(func, call)
+        axis = self._rule(func, call)
         if isinstance(axis, BatchAxis):
             size = axis.outer * self.batch * axis.inner
             if axis.dim >= call.output.dim() or call.output.shape[axis.dim] != size:
@@ -233,9 +272,8 @@ class _Tracker(TorchDispatchMode):
 
     def _spread(self, written: Tensor, axis: Axis) -> None:
         """What is written through one view is seen through all others of the same memory."""
-        for reference in self._in_storage.get(_storage(written), []):
-            other = reference()
-            if other is None or other is written or self.axis_of(other) == axis:
+        for other in self._sharing(written):
+            if self.axis_of(other) == axis:
                 continue
             if isinstance(axis, BatchAxis) and self.axis_of(other) is None and _aligned(other, written, axis.dim):
                 self.axes[other] = axis
@@ -279,7 +317,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             result = super().run_node(n)
-        except CaptureError:
+        except DPQuantError:
             raise
         except Exception as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -292,11 +330,13 @@ class _Recorder(fx.Interpreter):
         if isinstance(result, Tensor):
             self._check_dtype(n, result)
             axis = self.tracker.axis_of(result)
-            notes = {"shape": self._shape(result, axis), "batch_axis": axis if isinstance(axis, BatchAxis) else None}
-            self.notes[n] = notes
-            if "site" in n.meta:
-                notes |= self._site(n, result, axis)
+            self.notes[n] = self._note(n, result, axis)
         return result
+
+    def _note(self, node: fx.Node, result: Tensor, axis: Axis) -> dict[str, Any]:
+        known = axis if isinstance(axis, BatchAxis) else None
+        notes: dict[str, Any] = {"shape": self._shape(result, axis), "batch_axis": known}
+        return notes | self._site(node, result, axis) if "site" in node.meta else notes
 
     def _check_dtype(self, node: fx.Node, result: Tensor) -> None:
         self._dtypes[node.name] = result.dtype

@@ -1,0 +1,64 @@
+"""GroupNorm in place of BatchNorm, whose statistics over the batch no private training can use."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from dpquant_compile.errors import CompileSpecError
+
+__all__ = ["replace_batch_norm"]
+
+
+def replace_batch_norm(model: nn.Module, groups: int | Callable[[int], int] = 32) -> nn.Module:
+    """Put a GroupNorm in place of each BatchNorm of `model`, of any dimension and SyncBatchNorm; returns the model.
+
+    `groups` is the number of groups of channels, or a function of the number of channels that gives it; it is lowered
+    to the next divisor of the number of channels, and for BatchNorm1d so far that a group has two channels. Weight and
+    bias are the same `Parameter` objects, so an optimizer goes on holding them, and keep their names in the state_dict;
+    the running statistics are gone. Epsilon, device, dtype and training mode stay. A module that is used at two places
+    is replaced by one that is used at both.
+    Requires: lazy modules have run once. Ensures: if `model` is itself a BatchNorm, the GroupNorm is returned.
+    Numerics: another function, normalising each sample by its own statistics; train the model anew.
+    Raises `CompileSpecError` for a lazy BatchNorm without a shape, and for a number of groups below 1; then no module
+    has been replaced.
+
+        >>> from torch import nn
+        >>> replace_batch_norm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
+        24
+    """
+    # All are made before the first is put in place. Names with duplicates: a shared module has several.
+    new: dict[int, nn.GroupNorm] = {}
+    places: list[tuple[nn.Module, str, nn.GroupNorm]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, _BatchNorm):
+            continue
+        if id(module) not in new:
+            new[id(module)] = _group_norm(path, module, groups)
+        if path:
+            owner, _, name = path.rpartition(".")
+            places.append((model.get_submodule(owner), name, new[id(module)]))
+    for parent, name, norm in places:
+        parent._modules[name] = norm
+    return new.get(id(model), model)
+
+
+def _group_norm(path: str, module: _BatchNorm, groups: int | Callable[[int], int]) -> nn.GroupNorm:
+    where = f"module {path!r}" if path else "the model"
+    if isinstance(module, _LazyNormBase):
+        raise CompileSpecError(
+            f"{where} ({type(module).__name__}) does not know its channels yet: run the lazy model once on a batch, "
+            "then replace its BatchNorms"
+        )
+    channels = int(module.num_features)
+    wanted: Any = groups(channels) if callable(groups) else groups
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise CompileSpecError(f"groups={wanted!r} for {where} with {channels} channels; give an integer of at least 1")
+    # On [B, C] a group of one channel would be one number, which normalises to 0.
+    most = max(1, channels // 2) if isinstance(module, nn.BatchNorm1d) else channels
+    count = next(n for n in range(min(wanted, most), 0, -1) if channels % n == 0)
+    norm = nn.GroupNorm(count, channels, eps=module.eps, affine=False)
+    if module.affine:
+        norm.affine, norm.weight, norm.bias = True, module.weight, module.bias
+    return norm.train(module.training)

@@ -1,0 +1,88 @@
+"""Clipping: from the norms of per-sample gradients to the factor that each sample is scaled by."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.errors import PrivacySpecError
+
+__all__ = ["CLIPPING", "Clipping"]
+
+CLIPPING = ("flat", "per_layer", "automatic")
+
+# Automatic clipping (Bu et al. 2023) divides by the norm plus this, so that a vanishing gradient is not blown up.
+STABILITY = 0.01
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How much one sample may add to the sum of gradients.
+
+    mode    "flat": the whole gradient is scaled to at most the bound. "per_layer": the gradient of each parameter to
+    its own
+            bound. "automatic": the whole gradient is scaled to the bound, whatever it was.
+    bounds  one number, or for "per_layer" one per trainable parameter
+    """
+
+    mode: str
+    bounds: tuple[float, ...]
+
+    @staticmethod
+    def build(mode: str, max_grad_norm: "float | Sequence[float]", names: Sequence[str]) -> "Clipping":
+        """Check the arguments of `make_private`. A single number for "per_layer" is shared out evenly."""
+        if mode not in CLIPPING:
+            raise PrivacySpecError(f"clipping={mode!r}: choose one of {', '.join(CLIPPING)}")
+        single = isinstance(max_grad_norm, int | float)
+        bounds: Any = [max_grad_norm] if single else max_grad_norm
+        given = [float(bound) for bound in bounds]
+        if not given or any(not math.isfinite(c) or c <= 0 for c in given):
+            raise PrivacySpecError(f"max_grad_norm={max_grad_norm!r}: bounds must be finite and greater than zero")
+        if mode != "per_layer":
+            if len(given) != 1:
+                raise PrivacySpecError(
+                    f"max_grad_norm has {len(given)} bounds, but clipping={mode!r} has one: give a number, or "
+                    "clipping='per_layer'"
+                )
+            return Clipping(mode, (given[0],))
+        if single:
+            return Clipping(mode, (given[0] / math.sqrt(max(len(names), 1)),) * len(names))
+        if len(given) != len(names):
+            raise PrivacySpecError(
+                f"max_grad_norm has {len(given)} bounds for {len(names)} trainable parameters: give one each, in the "
+                "order of "
+                "model.parameters(), or a single number to be shared out"
+            )
+        return Clipping(mode, tuple(given))
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest norm that one sample can add: what the noise is scaled by."""
+        return math.sqrt(sum(bound * bound for bound in self.bounds))
+
+    def factors(self, norms: Sequence[Tensor], bounds: Tensor, live: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The factor of each sample for each parameter, and how many samples were left out.
+
+        `norms` are squared norms [B], one tensor per parameter; `bounds` are the numbers of this step, `live` tells
+        samples from padding. A sample whose gradient is not finite gets NaN, which `Piece.weighted` takes for "leave
+        out".
+        """
+        total = torch.stack(list(norms)).sum(0)
+        finite = total.isfinite()
+        if self.mode == "per_layer":
+            scales = [self._scale(norm, bounds[i]) for i, norm in enumerate(norms)]
+        else:
+            scales = [self._scale(total, bounds[0])] * len(norms)
+        zero = torch.zeros((), dtype=total.dtype, device=total.device)
+        none = torch.full((), math.nan, dtype=total.dtype, device=total.device)
+        factors = [torch.where(finite, torch.where(live, scale, zero), none) for scale in scales]
+        return factors, (live & ~finite).sum()
+
+    def _scale(self, squared: Tensor, bound: Tensor) -> Tensor:
+        norm = squared.sqrt()
+        if self.mode == "automatic":
+            return bound / (norm + STABILITY)
+        return (bound / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp(max=1.0)

@@ -1,0 +1,289 @@
+"""`PrivacyEngine`: Opacus' engine, with per-sample clipping inside the compiled program."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import opacus
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpquant_compile.errors import IsolationError, PrivacySpecError
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.private.clipping import Clipping
+from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.private.loader import MicroBatch, PrivateLoader, private_loader, secure_uniform
+from dpquant_compile.private.noise import GaussianStream
+from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.private.session import Session
+from dpquant_compile.spec import CompileSpec
+
+__all__ = ["PrivacyEngine"]
+
+
+class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
+    """Makes a compiled model, its optimizer, loss and data loader private.
+
+    It is an `opacus.PrivacyEngine`: accountants, Poisson sampling, optimizers and checkpoints are Opacus'. What it
+    replaces is how per-sample gradients are clipped: by one forward and one backward of the compiled program.
+
+    `secure_mode=True` draws noise and Poisson samples from the operating system's entropy, by AES-256 in counter mode.
+    Then a run cannot be repeated, and a resumed one goes on with new randomness.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        with warnings.catch_warnings():
+            # Opacus' secure mode needs a package that can no longer be installed; ours is another one.
+            warnings.filterwarnings("ignore", message="Secure RNG turned off")
+            super().__init__(accountant=accountant, secure_mode=False)
+        self.secure_mode = secure_mode
+        self.dataset: Any = None
+        self.session: Session | None = None
+        self._noise: GaussianStream | None = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        criterion: Callable[..., Any] | None = None,
+        max_physical_batch_size: int | None = None,
+        batch_first: bool = True,
+        loss_reduction: str | None = None,
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        rand_on_empty: bool = False,
+        **unknown: Any,
+    ) -> Any:
+        """Private versions of module, optimizer, criterion and loader, in this order; three of them without a
+        criterion.
+
+        module                   what `dpquant_compile.compile` gave; another nn.Module is compiled with budget 0
+        criterion                a loss with a `reduction`; see `PrivateCriterion`
+        max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
+                                 program is compiled for it; None takes the expected batch size and four standard
+                                 deviations
+        loss_reduction           "mean" or "sum"; None takes that of the criterion, or "mean"
+        clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
+        noise_generator          the noise is reproducible from this generator's next number; not in secure mode
+
+        The rest is as in Opacus.
+        """
+        _refuse_unknown(unknown)
+        if not batch_first:
+            raise PrivacySpecError("batch_first=False: a compiled model takes dimension 0 of its inputs for the batch")
+        if self.secure_mode and noise_generator is not None:
+            raise PrivacySpecError(
+                "noise_generator= makes the noise repeatable, which secure_mode=True is there to rule out"
+            )
+        model = _compiled(module)
+        parameters = _trainable(model, optimizer)
+        holder: list[Session] = []
+        reduction, wrapped = _reduction(criterion, loss_reduction, lambda: holder[0].rows)
+        bounds = Clipping.build(clipping, max_grad_norm, list(parameters))
+
+        def listener(micro: MicroBatch | None) -> None:
+            holder[0].announce(micro)
+
+        limit = max_physical_batch_size or _roomy(data_loader)
+        loader = private_loader(
+            data_loader,
+            max_physical_batch_size=limit,
+            poisson_sampling=poisson_sampling,
+            listener=listener,
+            sampler_bits=secure_uniform if self.secure_mode and poisson_sampling else None,
+            rand_on_empty=rand_on_empty,
+        )
+        self._check_dataset(loader)
+        noise = GaussianStream.secure() if self.secure_mode else GaussianStream.from_generator(noise_generator)
+        session = Session(
+            model, parameters, bounds, limit, wrapped.reduction != "sum" if wrapped else reduction == "mean"
+        )
+        holder.append(session)
+        private = PrivateOptimizer(
+            optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer,
+            session=session,
+            noise=noise,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=loader.expected_batch_size,
+            loss_reduction=reduction,
+            secure_mode=self.secure_mode,
+        )
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=loader.sample_rate))
+        self.session, self._noise = session, noise
+        return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | Sequence[float],
+        **options: Any,
+    ) -> Any:
+        """`make_private` with the least noise that keeps `epochs` epochs within (target_epsilon, target_delta)."""
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "this engine has spent privacy already, which target_epsilon does not count: give a new PrivacyEngine "
+                "to each run",
+                stacklevel=2,
+            )
+        multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=1 / len(data_loader),
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+        )
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            noise_multiplier=multiplier,
+            max_grad_norm=max_grad_norm,
+            **options,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the states of model and optimizer: accounting, step, policy, noise."""
+        session, noise = self._made()
+        return {
+            "accountant": self.accountant.state_dict(),
+            "noise": noise.state_dict(),
+            "step": session.model.step,
+            "policy": sorted(session.model.policy),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; call it after `make_private`."""
+        session, noise = self._made()
+        self.accountant.load_state_dict(state["accountant"])
+        noise.load_state_dict(state["noise"])
+        session.model.step = state["step"]
+        session.model.set_policy(state["policy"])
+
+    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **options: Any) -> None:
+        """As in Opacus, with the state of this engine in it."""
+        super().save_checkpoint(checkpoint_dict={**(checkpoint_dict or {}), "dpquant": self.state_dict()}, **options)
+
+    def load_checkpoint(self, **options: Any) -> Any:
+        """As in Opacus, with the state of this engine."""
+        checkpoint = super().load_checkpoint(**options)
+        self.load_state_dict(checkpoint["dpquant"])
+        return checkpoint
+
+    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+        """Refuse a model that is known to mix samples; the proof is made at the first training forward."""
+        _refuse_batch_norm(module)
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
+        """Whether `validate` would pass."""
+        try:
+            self.validate(module=module)
+        except IsolationError:
+            return False
+        return True
+
+    def _made(self) -> tuple[Session, GaussianStream]:
+        if self.session is None or self._noise is None:
+            raise PrivacySpecError("this engine has no model yet: call make_private first")
+        return self.session, self._noise
+
+    def _check_dataset(self, loader: PrivateLoader) -> None:
+        if self.dataset is not None and self.dataset is not loader.dataset:
+            warnings.warn(
+                "this engine has accounted for another dataset; use a new PrivacyEngine unless both are the same data",
+                stacklevel=3,
+            )
+        self.dataset = loader.dataset
+
+
+def _compiled(module: nn.Module) -> CompiledModule:
+    if isinstance(module, DistributedDataParallel):
+        raise PrivacySpecError(
+            "DistributedDataParallel is not supported yet: give the compiled model itself, in one process"
+        )
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise PrivacySpecError(
+            "this model was compiled by torch.compile. Give what it was made of: dpquant_compile.compile(model, "
+            "budget=k) compiles it"
+        )
+    _refuse_batch_norm(module)
+    return module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
+
+
+def _refuse_batch_norm(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, _BatchNorm) and child.training and module.training:
+            raise IsolationError(
+                f"layer {name!r} ({type(child).__name__}) normalises over the batch, so each sample's gradient depends "
+                "on the "
+                "others. Fix: dpquant_compile.replace_batch_norm(model) before compile() puts GroupNorm in its place, "
+                "with the "
+                "same parameters"
+            )
+
+
+def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in held):
+        raise PrivacySpecError(
+            "the optimizer holds parameters that are not the model's: make it of model.parameters(), after moving the "
+            "model"
+        )
+    chosen = {names[id(parameter)]: parameter for parameter in held if parameter.requires_grad}
+    if not chosen:
+        raise PrivacySpecError("the optimizer holds no parameter that requires a gradient: there is nothing to train")
+    return chosen
+
+
+def _reduction(
+    criterion: Any, asked: str | None, samples: Callable[[], int | None]
+) -> tuple[str, PrivateCriterion | None]:
+    if asked not in (None, "mean", "sum"):
+        raise PrivacySpecError(f"loss_reduction={asked!r}: choose 'mean' or 'sum'")
+    if criterion is None:
+        return asked or "mean", None
+    wrapped = criterion if isinstance(criterion, PrivateCriterion) else PrivateCriterion(criterion, samples=samples)
+    own = {"sum": "sum", "none": asked or "mean"}.get(wrapped.reduction, "mean")
+    if asked is not None and asked != own:
+        raise PrivacySpecError(
+            f"loss_reduction={asked!r}, but the criterion has reduction={wrapped.reduction!r}: leave loss_reduction out"
+        )
+    return own, wrapped
+
+
+def _roomy(data_loader: DataLoader[Any]) -> int:
+    """A size that a Poisson batch hardly ever passes; one that does is cut in two."""
+    try:
+        expected = len(data_loader.dataset) / len(data_loader)  # type: ignore[arg-type]
+    except TypeError:
+        return 1  # the loader's own checks say what is wrong with it
+    return 8 * math.ceil((expected + 4 * math.sqrt(expected)) / 8)
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name == "grad_sample_mode" and value is not None:
+            raise PrivacySpecError(
+                f"grad_sample_mode={value!r}: this engine has one mode, clipping inside the compiled program. Leave it "
+                "out, or use "
+                "opacus.PrivacyEngine with a model that is not compiled"
+            )
+        if name != "wrap_model" or value is not True:
+            raise PrivacySpecError(f"make_private got {name}={value!r}, which it does not know")

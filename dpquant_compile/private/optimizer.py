@@ -1,0 +1,142 @@
+"""`PrivateOptimizer`: Opacus' optimizer over sums that the compiled program has clipped already."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.private.noise import GaussianStream
+from dpquant_compile.private.session import Session
+
+__all__ = ["PrivateOptimizer"]
+
+
+class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
+    """Wraps any torch optimizer: noise, the public divisor, accounting, and the steps of logical batches.
+
+    A step within a logical batch does nothing; the one at its end spends privacy, adds noise once, divides by the
+    expected batch size, which is public, and lets the wrapped optimizer step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        session: Session,
+        noise: GaussianStream,
+        noise_multiplier: float,
+        expected_batch_size: int,
+        loss_reduction: str,
+        secure_mode: bool = False,
+    ) -> None:
+        if not math.isfinite(noise_multiplier) or noise_multiplier < 0:
+            raise PrivacySpecError(f"noise_multiplier={noise_multiplier!r}: give a finite number, zero or more")
+        self.session = session
+        self.noise = noise
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=session.clipping.sensitivity,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            secure_mode=secure_mode,
+        )
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        raise PrivateTrainingError(
+            "there are no per-sample gradients to look at: the compiled program clips and sums them without making "
+            "them. "
+            "Their clipped sum is parameter.summed_grad"
+        )
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return 1  # micro-batches are parts of one logical batch, whatever their number
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The most that one sample adds to the sum; schedules may set it between steps."""
+        return self.session.wanted
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if not math.isfinite(value) or value <= 0:
+            raise PrivacySpecError(f"max_grad_norm={value!r}: give a finite number greater than zero")
+        self.session.wanted = float(value)
+
+    def clip_and_accumulate(self) -> None:
+        """Nothing: backward has done it."""
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Whether the wrapped optimizer shall step; if so, gradients are there, with noise."""
+        if self._skips():
+            self._is_last_step_skipped = True
+            return False
+        # Accounting comes first: an exception here must not leave a noisy gradient behind that nobody has paid for.
+        if self.step_hook:
+            self.step_hook(self)
+        self.add_noise()
+        self.scale_grad()
+        self._is_last_step_skipped = False
+        return True
+
+    def add_noise(self) -> None:
+        """Set every gradient to its clipped sum plus noise."""
+        stray = next((n for n, p in self.session.parameters.items() if p.grad is not None and not self._ours(p)), None)
+        if stray is not None:
+            raise PrivateTrainingError(
+                f"parameter {stray!r} has a gradient that did not come through the private program, so it was not "
+                "clipped: "
+                "a loss or a model reaches the parameter around it. Fix: use the parameter only inside the model's "
+                "forward(), and "
+                "call optimizer.zero_grad() before the first step"
+            )
+        sums = self.session.release()
+        used = [n for n in self.session.parameters if not self.session.used or n in self.session.used]
+        parameters = [self.session.parameters[name] for name in used]
+        std = self.noise_multiplier * self.session.sensitivity
+        for name, parameter, noise in zip(used, parameters, self.noise.normal_like(parameters, std), strict=True):
+            total = sums[name]
+            grad = noise if total is None else noise.add_(total.reshape(noise.shape))
+            parameter.grad = grad.reshape(parameter.shape).to(parameter.dtype)
+            parameter.grad._dpquant = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _ours(parameter: Tensor) -> bool:
+        return hasattr(parameter.grad, "_dpquant") or not bool(parameter.grad.count_nonzero())  # type: ignore[union-attr]
+
+    def scale_grad(self) -> None:
+        """Divide by the expected batch size where the loss is a mean."""
+        if self.loss_reduction == "mean":
+            grads = [p.grad for p in self.session.parameters.values() if p.grad is not None]
+            torch._foreach_div_(grads, float(self.expected_batch_size))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; the sums of a logical batch that is under way stay."""
+        if not self._is_last_step_skipped and not self._inside():
+            self.session.forget()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """As Opacus' optimizers step."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return self.original_optimizer.step() if self.pre_step() else None
+
+    def _inside(self) -> bool:
+        """Whether a micro-batch is under way that continues a logical batch."""
+        micro = self.session.micro
+        return micro is not None and not micro.first
+
+    def _skips(self) -> bool:
+        if self._step_skip_queue:  # Opacus' BatchMemoryManager says so
+            return bool(self._check_skip_next_step())
+        micro = self.session.micro
+        return micro is not None and not micro.last

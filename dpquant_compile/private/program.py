@@ -1,0 +1,138 @@
+"""Private programs: a plan, traced for one batch size, cut into forward and backward, and compiled."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from dpquant_compile.backends.aot import Recorder, compile_graph
+from dpquant_compile.private.trace import Plan, Tracing
+from dpquant_compile.private.uses import read_attribute
+
+__all__ = ["Inputs", "PrivateProgram"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one run of a program is given, beside the model's own tensors.
+
+    args      one value per placeholder, padded to the program's batch
+    prepared  weights as this step's products take them, by target
+    table     policy, keys, sample ids
+    bounds    clipping bounds; `live` [B] tells samples from padding
+    """
+
+    args: Sequence[Any]
+    prepared: Mapping[str, Tensor]
+    table: tuple[Tensor, Tensor, Tensor]
+    bounds: Tensor
+    live: Tensor
+
+
+class PrivateProgram:
+    """Forward, backward, clipping and sums of a micro-batch, compiled for one batch size.
+
+    `run_forward` gives the outputs and what backward needs; `run_backward` takes that and the outputs' gradients, and
+    gives the sums of clipped gradients in the order of `plan.order`, and the number of samples that were left out.
+    """
+
+    TENSOR = object()  # stands in `outputs` for what the program computes; other entries are constants
+
+    def __init__(self, plan: Plan, example: Inputs, inner: str, recorder: Recorder) -> None:
+        self.plan = plan
+        nodes = plan.base.graph.nodes
+        self.attributes = tuple(
+            dict.fromkeys(
+                str(n.target)
+                for n in nodes
+                if n.op == "get_attr" and isinstance(read_attribute(plan.base, str(n.target)), Tensor)
+            )
+        )
+        self.prepared = tuple(
+            dict.fromkeys(target for n in nodes if plan.row(n) is not None and (target := plan.prepared(n)) is not None)
+        )
+        joint, primals, tangents = self._trace(example)
+        forward, backward = min_cut_rematerialization_partition(
+            joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
+        )
+        self._forward = compile_graph(forward, "private forward", inner, recorder)
+        self._backward = compile_graph(backward, "private backward", inner, recorder)
+
+    def run_forward(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        """The flat outputs of the model on the padded batch, and what `run_backward` needs."""
+        results = self._forward(self._flat(inputs))
+        count = len(self.differentiable)
+        return list(results[:count]), list(results[count:])
+
+    def run_backward(self, saved: list[Any], tangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The clipped sums and the count of samples left out; empties `saved`, so that memory is freed on the way."""
+        saved.extend(tangents)
+        results = self._backward(saved)
+        return list(results[:-1]), results[-1]
+
+    def _flat(self, inputs: Inputs) -> list[Any]:
+        read = [read_attribute(self.plan.base, target).detach() for target in self.attributes]
+        prepared = [inputs.prepared[target] for target in self.prepared]
+        leaves = [leaf for leaf in tree_leaves(list(inputs.args)) if isinstance(leaf, Tensor)]
+        return [*read, *prepared, *inputs.table, inputs.bounds, inputs.live, *leaves]
+
+    def _trace(self, example: Inputs) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
+        mode = FakeTensorMode(allow_non_fake_inputs=False)
+        primals: list[Tensor] = [mode.from_tensor(value, static_shapes=True) for value in self._flat(example)]
+        sizes = (len(self.attributes), len(self.prepared), 3, 1, 1)
+
+        def run(values: Sequence[Tensor]) -> tuple[Tracing, list[Any], Tensor, Tensor]:
+            rest = iter(values)
+            read, prepared, table, (bounds,), (live,) = ([next(rest) for _ in range(size)] for size in sizes)
+            leaves, spec = torch.utils._pytree.tree_flatten(list(example.args))
+            given = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            tracing = Tracing(
+                self.plan,
+                dict(zip(self.attributes, read, strict=True)),
+                dict(zip(self.prepared, prepared, strict=True)),
+                (table[0], table[1], table[2]),
+            )
+            with torch.enable_grad():
+                outputs = tracing.outputs(torch.utils._pytree.tree_unflatten(given, spec))
+            return tracing, outputs, bounds, live
+
+        def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
+            tracing, outputs, bounds, live = run(primals)
+            result = tracing.private(outputs, tangents, bounds, live)
+            self.ways = tracing.ways
+            return [*(o.detach() for o in outputs if isinstance(o, Tensor)), *result.sums, result.dropped]
+
+        with mode, _no_autocast(), torch.inference_mode(False):
+            _, outputs, _, _ = run(primals)
+            self.outputs = tuple(self.TENSOR if isinstance(o, Tensor) else o for o in outputs)
+            self.differentiable = tuple(o.requires_grad for o in outputs if isinstance(o, Tensor))
+            ends = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+            tangents = [torch.empty_like(end, memory_format=torch.contiguous_format).detach() for end in ends]
+            first = make_fx(joint, tracing_mode="real")(primals, tangents)
+            functional: Callable[..., Any] = torch.func.functionalize(first, remove="mutations")
+
+            def again(primals: list[Tensor], tangents: list[Tensor]) -> Any:
+                return functional(primals, tangents)
+
+            with torch.no_grad():
+                second = make_fx(again, decomposition_table=select_decomp_table(), tracing_mode="real")(
+                    primals, tangents
+                )
+        second.graph.eliminate_dead_code()
+        second.recompile()
+        return second, primals, tangents
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Clipping and sums are in float32 or wider, whatever region the first batch came in."""
+    with torch.autocast("cpu", enabled=False):
+        yield

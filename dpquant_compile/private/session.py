@@ -1,0 +1,319 @@
+"""A private session: what a compiled model does in train() once a privacy engine has taken it.
+
+Each training forward runs on a micro-batch, padded to one fixed size, and its backward leaves the sum of clipped
+gradients in `parameter.summed_grad`, where Opacus' optimizers keep theirs. Autograd never sees a parameter, so no
+gradient reaches one around the clipping.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from dpquant_compile.backends.ops import site_call
+from dpquant_compile.backends.private_ops import prepare_weight
+from dpquant_compile.dispatch import LinkTable
+from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.passes.infra import bind_inputs, run_passes
+from dpquant_compile.passes.track_batch import batch_size
+from dpquant_compile.passes.verify_isolation import verify_isolation
+from dpquant_compile.private.clipping import Clipping
+from dpquant_compile.private.loader import MicroBatch
+from dpquant_compile.private.program import Inputs, PrivateProgram
+from dpquant_compile.private.trace import Plan
+from dpquant_compile.private.uses import axis_of, find_uses, read_attribute, refuse_whole_modules
+from dpquant_compile.programs import Program
+from dpquant_compile.sites import BatchAxis
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Runs a compiled model's training forwards privately.
+
+    parameters  the trainable parameters that the optimizer holds, by name, in its order
+    physical    the one batch size of the compiled programs; smaller micro-batches are padded to it
+    mean        whether the loss is a mean over the batch, so that gradients come divided by its size
+    """
+
+    def __init__(
+        self,
+        model: CompiledModule,
+        parameters: Mapping[str, nn.Parameter],
+        clipping: Clipping,
+        physical: int,
+        mean: bool,
+    ) -> None:
+        self.model = model
+        self.parameters = dict(parameters)
+        self.clipping = clipping
+        self.physical = physical
+        self.mean = mean
+        self.micro: MicroBatch | None = None
+        self._internals = model.attach(self)
+        self.dropped = 0
+        self.wanted = clipping.sensitivity  # what a schedule has last set max_grad_norm to
+        self._scale = 1.0  # of the clipping bounds, for as long as a sum is under way
+        self.used: set[str] = set()
+        self.rows: int | None = None  # of the last call
+        self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
+        self._prepared: dict[str, tuple[Any, Tensor]] = {}
+        self._open: _Call | None = None  # the last forward, until its backward
+        self._spent = False  # whether this micro-batch has had its backward
+        self._released = True  # whether the sums that lie in the parameters have been used by a step
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    # The loop around it
+
+    def announce(self, micro: MicroBatch | None) -> None:
+        """What the loader is about to hand out; None at the end of an iteration."""
+        self.micro, self._open, self._spent = micro, None, False
+        if micro is None or micro.first:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop sums that no step has used: a sample must not be in two steps' sums by way of a batch that was left."""
+        for parameter in self.parameters.values():
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        self._released = True
+
+    def release(self) -> dict[str, Tensor | None]:
+        """The sums for a step to use, once; None for parameters that had no gradient."""
+        self._released, self._open = True, None
+        return {name: getattr(parameter, "summed_grad", None) for name, parameter in self.parameters.items()}
+
+    def ways(self) -> tuple[tuple[str, str, str], ...]:
+        """How the per-sample gradients of each parameter are taken, by the programs made so far."""
+        rows = {row[0]: row for _, private in self._programs.values() for row in private.ways}
+        unused = (name for name in self.parameters if self._programs and name not in rows)
+        return (*rows.values(), *((name, "", "not used: no gradient, no noise") for name in unused))
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that one sample has added to the sums that lie in the parameters now."""
+        return self.clipping.sensitivity * self._scale
+
+    # One micro-batch
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training forward."""
+        args, kwargs = self._internals.programs.normalise(args, kwargs)
+        size = batch_size(args, kwargs)
+        self._check_call(size, args, kwargs)
+        if self._released:
+            self._scale = self.wanted / self.clipping.sensitivity
+        if size == 0:
+            args, kwargs = tree_map(self._blank, (args, kwargs))
+        program = self._program(args, kwargs, size)
+        given = bind_inputs(program.base, args, kwargs)
+        table = self._internals.begin(self.physical, self._ids(size))
+        inputs = self._inputs(program, given, size, table)
+        private = self._private(program, inputs, (args, kwargs))
+        call = _Call(self, private, size)
+        apply: Any = _Run.apply
+        flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
+        self._open, self.rows = call, size
+        return _unpadded(program.base, private, flat, size)
+
+    def finish(self, call: "_Call", sums: Sequence[Tensor], dropped: Tensor) -> None:
+        """Add what one backward has made to the sums."""
+        self.dropped += int(dropped)
+        self._open, self._spent = None, True
+        if self._released:
+            self.forget()
+            self._released = False
+        for name, total in zip(call.program.plan.order, sums, strict=True):
+            parameter: Any = self.parameters[name]
+            held = parameter.summed_grad
+            parameter.summed_grad = total if held is None else held.add_(total)
+
+    def check(self, call: "_Call") -> None:
+        """Refuse a backward that would let a sample count twice."""
+        if call is not self._open:
+            raise PrivateTrainingError(
+                "this backward goes through a forward that is not the model's last one, or that has had its backward. "
+                "Each "
+                "sample's gradient is clipped as a whole, so a micro-batch has one forward and one backward. Fix: one "
+                "call of the model per batch from the loader; run others, for metrics, under torch.no_grad()"
+            )
+        if self._spent and self.micro is not None:
+            raise PrivateTrainingError(
+                "a second backward for one micro-batch of the loader: its samples would count twice. Fix: one forward "
+                "and one "
+                "backward for each batch that the loader yields"
+            )
+
+    def _check_call(self, size: int, args: Any, kwargs: Any) -> None:
+        if size > self.physical:
+            raise PrivateTrainingError(
+                f"the model was called on {size} samples, but its programs hold {self.physical}: take batches from the "
+                "loader that make_private returned, or raise max_physical_batch_size"
+            )
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]):
+            raise PrivateTrainingError(
+                "an input of the model requires a gradient. A private program gives none to its inputs: detach it, or "
+                "put what "
+                "made it into the model"
+            )
+
+    def _ids(self, size: int) -> Tensor | None:
+        ids = self.model.sample_ids if self.micro is None else self.micro.ids
+        if ids is None:
+            return None
+        if len(ids) != size and not (len(ids) == 0 and size == 1):  # an empty batch may come as one made-up row
+            raise PrivateTrainingError(
+                f"the loader gave {len(ids)} samples and the model was called on {size} rows: each row of a private "
+                "batch is "
+                "one sample. Fix: call the model on the batch as it comes; run other data under torch.no_grad()"
+            )
+        return torch.cat([ids, torch.full((self.physical - len(ids),), -1, dtype=torch.int64)])
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Program:
+        program: Program = self._internals.programs.get(args, kwargs, size or self.physical)
+        if not program.any_batch and size not in (0, self.physical):
+            raise PrivateTrainingError(
+                f"this model writes its batch size as a number, so a micro-batch of {size} cannot be padded to "
+                f"{self.physical}. "
+                "Fix: take sizes from x.shape in forward()"
+            )
+        return program
+
+    def _blank(self, value: Any) -> Any:
+        empty = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 0
+        return value.new_zeros((self.physical, *value.shape[1:])) if empty else value
+
+    def _inputs(self, program: Program, given: Sequence[Any], size: int, table: LinkTable) -> Inputs:
+        placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
+        args = [self._padded(node, value, size) for node, value in zip(placeholders, given, strict=True)]
+        device = table.keys.device
+        real = 0 if self.micro is not None and len(self.micro.ids) == 0 else size
+        live = torch.arange(self.physical, device=device) < real
+        bounds = torch.tensor([bound * self._scale for bound in self.clipping.bounds], device=device)
+        return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
+
+    def _padded(self, node: fx.Node, value: Any, size: int) -> Any:
+        """A batch of the program's size: rows past the end repeat the first, so that they hold sensible numbers."""
+        leaves, spec = tree_flatten(value)
+        missing = self.physical - size if size else 0
+        if not missing:
+            return value
+        filled = [
+            torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])]) if batched else leaf
+            for leaf, batched in zip(leaves, node.meta["batch_leaves"], strict=True)
+        ]
+        return tree_unflatten(filled, spec)
+
+    def _weights(self, program: Program, table: LinkTable) -> dict[str, Tensor]:
+        """The sites' weights, rounded where the policy asks for it; kept until the optimizer steps."""
+        weights: dict[str, Tensor] = {}
+        for node in program.base.graph.nodes:
+            row = program.rows.get(node.meta["site"].name) if "site" in node.meta else None
+            weight = node.args[1] if row is not None else None
+            if row is None or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+                continue
+            target = str(weight.target)
+            value, low = read_attribute(program.base, target), bool(table.policy[row])
+            state = (id(value), value._version, int(table.keys[row, 0]) if low else None)
+            if self._prepared.get(target, (None,))[0] != state:
+                recipe = str(self._internals.spec.recipe)
+                call = site_call("linear", row, 0, recipe, [0, 1, 1, 0, 1, 1])
+                self._prepared[target] = (state, prepare_weight(value, table.keys, low, call))
+            weights[target] = self._prepared[target][1]
+        return weights
+
+    def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
+        if id(program) not in self._programs:
+            trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
+            refuse_whole_modules(program.base, trainable)
+            step = partial(verify_isolation, args=call[0], kwargs=call[1])
+            run_passes(program.base, (step,), origin="track_batch", log=self._internals.programs.log)
+            uses = find_uses(program.base, trainable)
+            order = tuple(name for name in self.parameters if name in uses.parameters)
+            recipe = str(self._internals.spec.recipe)
+            clipping = self.clipping
+            if clipping.mode == "per_layer":
+                bounds = dict(zip(self.parameters, clipping.bounds, strict=True))
+                clipping = Clipping("per_layer", tuple(bounds[name] for name in order))
+            plan = Plan(program.base, uses, clipping, order, program.rows, recipe, self.physical)
+            built = PrivateProgram(plan, inputs, self._internals.spec.inner, self._internals.programs.recorder)
+            self._programs[id(program)] = (program, built)
+            self.used |= set(order)
+        return self._programs[id(program)][1]
+
+
+class _Call:
+    """One forward, until its backward."""
+
+    def __init__(self, session: Session, program: PrivateProgram, size: int) -> None:
+        self.session, self.program, self.size = session, program, size
+        self.saved: list[Any] | None = None
+        self.versions = self._versions()
+
+    def _versions(self) -> int:
+        return sum(parameter._version for parameter in self.session.parameters.values())
+
+    def backward(self, grads: Sequence[Tensor]) -> None:
+        session = self.session
+        session.check(self)
+        if self.versions != self._versions():
+            raise PrivateTrainingError(
+                "parameters were changed between the forward and its backward: the gradient would belong to neither. "
+                "Fix: "
+                "call optimizer.step() after backward()"
+            )
+        assert self.saved is not None
+        saved, self.saved = self.saved, None
+        scale = self.size if session.mean else 1
+        tangents = [
+            (grad * scale).contiguous()
+            for grad, wanted in zip(grads, self.program.differentiable, strict=True)
+            if wanted
+        ]
+        session.finish(self, *self.program.run_backward(saved, tangents))
+
+
+class _Run(torch.autograd.Function):
+    """Ties a program to autograd: its only differentiable input is an anchor that stands for all parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: _Call, inputs: Inputs) -> tuple[Any, ...]:
+        outputs, call.saved = call.program.run_forward(inputs)
+        ctx.call = call
+        flags = zip(outputs, call.program.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(value for value, wanted in flags if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.call.backward(grads)
+        return None, None, None
+
+
+def _unpadded(base: fx.GraphModule, private: PrivateProgram, flat: Sequence[Tensor], size: int) -> Any:
+    """The model's outputs for the samples of the batch alone, in the form that the model gives them."""
+    output = next(node for node in base.graph.nodes if node.op == "output")
+    leaves, spec = tree_flatten(output.args[0])
+    values = iter(flat)
+    result = [
+        _rows(next(values), axis_of(leaf), size) if constant is private.TENSOR else constant
+        for leaf, constant in zip(leaves, private.outputs, strict=True)
+    ]
+    return base.graph._codegen.process_outputs(tree_unflatten(result, spec))
+
+
+def _rows(value: Tensor, axis: BatchAxis | None, size: int) -> Tensor:
+    if axis is None:
+        return value
+    dim = axis.dim % value.dim()
+    if axis.outer == 1:
+        return value.narrow(dim, 0, size * axis.inner)
+    split = value.reshape(*value.shape[:dim], axis.outer, -1, axis.inner, *value.shape[dim + 1 :])
+    kept = split.narrow(dim + 1, 0, size)
+    return kept.reshape(*value.shape[:dim], math.prod((axis.outer, size, axis.inner)), *value.shape[dim + 1 :])

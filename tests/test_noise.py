@@ -1,0 +1,388 @@
+"""Gaussian noise: known answers, the distribution, no byte of the keystream twice, exact resumption, secure streams."""
+
+import copy
+import hashlib
+import io
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from scipy import stats
+from torch import Tensor
+
+from dpquant_compile.bits import ROLES, random_bits, sample_keys, site_keys
+from dpquant_compile.errors import DPQuantError, PrivacySpecError
+from dpquant_compile.private import noise
+from dpquant_compile.private.noise import GaussianStream
+
+N = 1 << 20
+SIGMAS = 6.0  # chance 2e-9: a secure stream is different every time, and must not fail by bad luck
+
+SOURCES: dict[str, Callable[[], GaussianStream]] = {
+    "seeded": lambda: GaussianStream.seeded(1234),
+    "rank 3": lambda: GaussianStream.seeded(1234, rank=3),
+    "generator": lambda: GaussianStream.from_generator(torch.Generator().manual_seed(7)),
+    "secure": GaussianStream.secure,
+}
+
+
+class Recorder(GaussianStream):
+    """A stream that keeps what it takes from the cipher."""
+
+    def __init__(self, seed: int | None, rank: int = 0) -> None:
+        super().__init__(seed, rank)
+        self.taken: list[bytes] = []
+
+    def _keystream(self, blocks: int) -> bytearray:
+        buffer = super()._keystream(blocks)
+        self.taken.append(bytes(buffer[: 16 * blocks]))
+        return buffer
+
+    def blocks(self) -> list[bytes]:
+        stream = b"".join(self.taken)
+        return [stream[i : i + 16] for i in range(0, len(stream), 16)]
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, np.ndarray]:
+    """A million normals from each source, as float64: read only."""
+    return {name: make().fill(N).double().numpy() for name, make in SOURCES.items()}
+
+
+def key_of(seed: int, rank: int) -> bytes:
+    return hashlib.blake2b(f"{seed}\0{rank}".encode(), digest_size=32, person=b"dpquant noise v1").digest()
+
+
+def counter_mode(key: bytes, first: int, blocks: int) -> bytes:
+    """The keystream by its definition: the encrypted counter values, one by one."""
+    counters = b"".join(((first + i) % 2**128).to_bytes(16, "big") for i in range(blocks))
+    return Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(counters)
+
+
+def box_muller(keystream: bytes) -> np.ndarray:
+    """The normals of one run in float64, all the cosines and then all the sines."""
+    words = np.frombuffer(keystream, dtype="<u4").reshape(3, -1)
+    u = (words[0] >> 8) * 2.0**-24 + ((words[1] >> 8) + 0.5) * 2.0**-48
+    angle = (words[2].view("<i4") + 0.5) * (2 * np.pi / 2**32)
+    radius = np.sqrt(-2 * np.log(u))
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+
+
+def transformed(words: Tensor) -> Tensor:
+    """`[2, m]`, what the transform in use makes of int32 words `[3, m]`."""
+    out = torch.empty(2, words.shape[1])
+    noise._transform()(words, torch.ones(()), out[0], out[1])
+    return out
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In units of its own standard deviation for independent a and b."""
+    return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
+
+
+def test_aes_is_the_one_of_the_standard() -> None:
+    # NIST SP 800-38A, F.5.5, CTR-AES256.Encrypt: the first output block.
+    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
+    stream = GaussianStream.seeded(0)
+    stream._key, stream._nonce = key, int("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff", 16)
+    assert stream._keystream(1)[:16].hex() == "0bdf7df1591716335e9a8b15c860c502"
+
+
+@pytest.mark.parametrize("first", [0, 1, 2**32 - 5, 2**64 - 5, 2**128 - 5])
+def test_keystream_is_aes_256_in_counter_mode(first: int) -> None:
+    stream = GaussianStream.seeded(5, rank=2)
+    stream.load_state_dict({"kind": "seeded", "seed": 5, "rank": 2, "position": first})
+    direct = Cipher(algorithms.AES(key_of(5, 2)), modes.CTR(first.to_bytes(16, "big"))).encryptor()
+    got = bytes(stream._keystream(5000)[: 5000 * 16])
+    assert got == direct.update(bytes(5000 * 16)) == counter_mode(key_of(5, 2), first, 5000)
+    assert stream.position == first + 5000
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 1001, 2 * noise._RUN + 13])
+def test_normals_are_box_muller_of_the_keystream(n: int) -> None:
+    stream = GaussianStream.seeded(5)
+    got = stream.fill(n).double().numpy()
+    blocks = 3 * -(-n // 8)
+    keystream = counter_mode(key_of(5, 0), 0, blocks)
+    run = 12 * noise._RUN
+    want = np.concatenate([box_muller(keystream[i : i + run]) for i in range(0, len(keystream), run)])[:n]
+    assert stream.position == blocks
+    # float32 rounds u by up to 2^-25, which the radius feels the more the smaller it is.
+    assert np.abs(got - want)[np.abs(want) > 0.05].max(initial=0) < 3e-6
+    assert np.abs(got - want).max() < 1e-4
+
+
+def test_extreme_words_give_numbers_that_are_neither_zero_nor_infinite() -> None:
+    edge = [0, -1, 1, 0xFF, 0x100, 2**31 - 1, -(2**31), 1 << 30, -(1 << 30), -256]
+    out = transformed(torch.cartesian_prod(*[torch.tensor(edge, dtype=torch.int32)] * 3).T.contiguous())
+    assert torch.isfinite(out).all()
+    assert (out != 0).all()
+    assert 8.2 < out.abs().max() < 8.3
+
+
+def test_far_tail_has_the_right_shape() -> None:
+    # With the upper 24 bits zero, the radius is beyond 5.7, and its u is uniform below 2^-24.
+    words = torch.randint(-(2**31), 2**31, (3, 1 << 16), generator=torch.Generator().manual_seed(0)).int()
+    words[0] &= 0xFF
+    radius = transformed(words).double().pow(2).sum(0).sqrt()
+    u = torch.exp(-radius.pow(2) / 2) * 2**24
+    assert radius.min() > 5.7
+    assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_moments_and_distribution(drawn: dict[str, np.ndarray], source: str) -> None:
+    x = drawn[source]
+    # mean, variance, skewness and excess kurtosis of n normals have variances 1/n, 2/n, 6/n and 24/n.
+    found = [(x.mean(), 1), (x.var() - 1, 2), (stats.skew(x), 6), (stats.kurtosis(x), 24)]
+    for value, variance in found:
+        assert abs(value) < SIGMAS * (variance / N) ** 0.5
+    assert stats.kstest(x, "norm", method="asymp").pvalue > 1e-7
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_tail_counts(drawn: dict[str, np.ndarray], source: str) -> None:
+    for sigma in (1.0, 2.0, 3.0, 3.5, 4.0, 4.5):
+        for side in (drawn[source], -drawn[source]):
+            count = int((side > sigma).sum())
+            assert stats.binomtest(count, N, stats.norm.sf(sigma)).pvalue > 1e-8, (sigma, count)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_neighbours_and_pairs_are_independent(drawn: dict[str, np.ndarray], source: str) -> None:
+    x = drawn[source]
+    for lag in (1, 2, 3, 4, 8, 16):
+        assert abs(correlation(x[lag:], x[:-lag])) < SIGMAS
+    # A million normals are one run: the first half are cosines, the second the sines of the same pairs.
+    first, second = x[: N // 2], x[N // 2 :]
+    assert N // 2 <= noise._RUN
+    assert abs(correlation(first, second)) < SIGMAS
+    assert abs(correlation(first**2, second**2)) < SIGMAS
+
+
+def test_radius_and_angle_are_uniform(drawn: dict[str, np.ndarray]) -> None:
+    first, second = drawn["seeded"][: N // 2], drawn["seeded"][N // 2 :]
+    angle = np.arctan2(second, first) / (2 * np.pi) + 0.5
+    assert stats.kstest(angle, "uniform", method="asymp").pvalue > 1e-3
+    assert stats.kstest(np.exp(-(first**2 + second**2) / 2), "uniform", method="asymp").pvalue > 1e-3
+
+
+def test_no_block_is_taken_twice_whatever_the_sizes() -> None:
+    stream = Recorder(11)
+    sizes = [0, 1, 1, 2, 3, 8, 9, 1000, 0, 17, 8191, 8192, 8193, 5]
+    for n in sizes:
+        assert stream.fill(n).shape == (n,)
+    stream.normal_like([torch.zeros(3, 5), torch.zeros(7)], 1.0)
+    blocks = stream.blocks()
+    assert len(blocks) == stream.position == sum(3 * -(-n // 8) for n in [*sizes, 22])
+    assert len(set(blocks)) == len(blocks)
+    assert b"".join(blocks) == counter_mode(key_of(11, 0), 0, len(blocks))
+
+
+def test_no_block_is_taken_twice_by_several_threads() -> None:
+    stream = Recorder(12)
+    with ThreadPoolExecutor(4) as pool:  # in draws long enough for the threads to meet in the cipher
+        parts = list(pool.map(stream.fill, [50_001] * 16))
+    blocks = stream.blocks()
+    assert len(set(blocks)) == len(blocks) == stream.position
+    assert len({part.numpy().tobytes() for part in parts}) == 16
+
+
+def test_no_64_bit_word_repeats_across_draws_ranks_and_seeds() -> None:
+    streams = [Recorder(seed, rank) for seed in (0, 1, -1, 2**70) for rank in (0, 1, 10)]
+    streams += [Recorder(None), Recorder(None)]
+    for stream in streams:
+        for n in (4000, 1, 4000):
+            stream.fill(n)
+    words = np.concatenate([np.frombuffer(b"".join(stream.taken), dtype="<u8") for stream in streams])
+    # Among 84 000 random words, two are the same with a chance of 2e-10.
+    assert len(np.unique(words)) == len(words) > 80_000
+
+
+def test_streams_are_uncorrelated(drawn: dict[str, np.ndarray]) -> None:
+    streams = [*drawn.values(), GaussianStream.seeded(1235).fill(N).double().numpy()]
+    for i, a in enumerate(streams):
+        for b in streams[:i]:
+            assert abs(correlation(a, b)) < SIGMAS
+            assert np.mean(a == b) < 1e-4
+
+
+def test_rounding_bits_of_the_same_seed_are_another_stream() -> None:
+    stream = Recorder(42)
+    stream.fill(1 << 16)
+    words = np.frombuffer(b"".join(stream.taken), dtype="<i4")
+    index = torch.arange(len(words), dtype=torch.int32)
+    for step in (0, 1):
+        for role in range(len(ROLES)):
+            k0, k1 = sample_keys(site_keys(42, step, ["fc"])[0, role], torch.zeros(1, dtype=torch.int64))
+            bits = random_bits(k0, k1, index).numpy()
+            assert abs(correlation(words.astype(float), bits.astype(float))) < SIGMAS
+            assert len(np.intersect1d(words[:64], bits[:64])) == 0
+    assert stream._key[:8] != hashlib.blake2b(b"42\x000", digest_size=8).digest()
+    assert stream._key != hashlib.blake2b(b"42\x000", digest_size=32).digest()
+
+
+@pytest.mark.parametrize("source", ["seeded", "rank 3", "generator"])
+def test_resume_goes_on_as_if_never_interrupted(source: str) -> None:
+    stream = SOURCES[source]()
+    sizes = [10, 1000, 3, 17]
+    for n in sizes:
+        stream.fill(n)
+    file = io.BytesIO()
+    torch.save(stream.state_dict(), file)
+    file.seek(0)
+    rank = 3 if source == "rank 3" else 0
+    resumed = GaussianStream.seeded(99, rank)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert resumed.state_dict() == stream.state_dict()
+    for n in sizes:
+        assert torch.equal(resumed.fill(n), stream.fill(n))
+
+
+def test_nothing_old_is_drawn_after_a_load() -> None:
+    stream, resumed = Recorder(8), Recorder(8)
+    stream.fill(107)
+    early = stream.state_dict()
+    resumed.load_state_dict(early)
+    resumed.fill(500)
+    assert not set(stream.blocks()) & set(resumed.blocks())
+    # Nor by a stream that is sent back to where it was.
+    stream.fill(100)
+    stream.load_state_dict(early)
+    stream.fill(100)
+    assert len(set(stream.blocks())) == len(stream.blocks())
+
+
+@pytest.mark.parametrize("twin", [copy.copy, copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))])
+def test_copies_and_pickles(twin: Callable[[GaussianStream], GaussianStream]) -> None:
+    seeded = GaussianStream.seeded(4, rank=1)
+    seeded.fill(10)
+    assert torch.equal(twin(seeded).fill(10), seeded.fill(10))
+    secure = GaussianStream.secure()
+    other = twin(secure)
+    assert other.is_secure and other._key != secure._key
+    assert secure._key not in pickle.dumps(secure)
+
+
+def test_secure_streams_are_all_different_and_keep_their_key() -> None:
+    a, b = GaussianStream.secure(), GaussianStream.secure()
+    assert a.is_secure and not GaussianStream.seeded(0).is_secure
+    assert a._key != b._key and a._nonce != b._nonce
+    assert not torch.equal(a.fill(100), b.fill(100))
+    state = a.state_dict()
+    assert state == {"kind": "secure"}
+    key, old = a._key, a.fill(100)
+    a.load_state_dict(state)
+    b.load_state_dict(state)
+    assert len({key, a._key, b._key}) == 3
+    assert not torch.equal(a.fill(100), old)
+
+
+def test_generator_is_asked_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = GaussianStream.from_generator(generator), GaussianStream.from_generator(generator)
+    state = generator.get_state()
+    assert not torch.equal(a.fill(100), b.fill(100))
+    assert torch.equal(generator.get_state(), state)
+    again = GaussianStream.from_generator(torch.Generator().manual_seed(0), rank=1)
+    assert again.state_dict() == {**a.state_dict(), "rank": 1, "position": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # no generator means the global one
+        assert GaussianStream.from_generator(None, rank=1).state_dict() == again.state_dict()
+
+
+@pytest.mark.parametrize("n", [1, 1001, 2 * noise._RUN + 13])
+def test_compiled_equals_plain_torch(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = GaussianStream.seeded(6).fill(n)
+    monkeypatch.setattr(noise, "_missing_compiler", lambda: "no C++ compiler")
+    assert noise._transform() is noise._box_muller
+    torch.testing.assert_close(compiled, GaussianStream.seeded(6).fill(n), rtol=0, atol=2e-6)
+
+
+def test_threads_do_not_change_the_noise() -> None:
+    before = torch.get_num_threads()
+    one = GaussianStream.seeded(6).fill(100_003)
+    torch.set_num_threads(3 - min(before, 2))
+    other = GaussianStream.seeded(6).fill(100_003)
+    torch.set_num_threads(before)
+    assert torch.equal(one, other)
+
+
+def test_default_device_and_autograd_do_not_matter() -> None:
+    with torch.device("meta"), torch.enable_grad():
+        x = GaussianStream.seeded(6).fill(10)
+    assert x.device.type == "cpu" and not x.requires_grad
+    assert torch.equal(x, GaussianStream.seeded(6).fill(10))
+
+
+def test_normal_like_has_the_shapes_and_wide_enough_dtypes() -> None:
+    tensors = [
+        torch.zeros(3, 4),
+        torch.zeros(()),
+        torch.zeros(0),
+        torch.zeros(2, 0, 3),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(6, 4).T,
+        torch.zeros(5, dtype=torch.float64),
+        torch.zeros(5, dtype=torch.bfloat16),
+        torch.zeros(5, requires_grad=True),
+    ]
+    result = GaussianStream.seeded(9).normal_like(tensors, 2.5)
+    assert [x.shape for x in result] == [x.shape for x in tensors]
+    assert [x.dtype for x in result] == [torch.float32] * 6 + [torch.float64] + [torch.float32] * 2
+    assert not any(x.requires_grad for x in result)
+    flat = GaussianStream.seeded(9).fill(sum(x.numel() for x in tensors)) * 2.5
+    assert torch.equal(torch.cat([x.reshape(-1).float() for x in result]), flat)
+
+
+def test_nothing_to_draw_draws_nothing() -> None:
+    stream = GaussianStream.seeded(9)
+    assert stream.normal_like([], 1.0) == []
+    assert [x.shape for x in stream.normal_like([torch.zeros(0, 3)], 1.0)] == [(0, 3)]
+    assert stream.fill(0).shape == (0,)
+    assert stream.position == 0
+
+
+def test_std_zero_gives_zeros_and_still_advances() -> None:
+    still, moving = GaussianStream.seeded(9), GaussianStream.seeded(9)
+    (zeros,) = still.normal_like([torch.zeros(100)], 0)
+    moving.normal_like([torch.zeros(100)], 3.0)
+    assert (zeros == 0).all()
+    assert still.position == moving.position > 0
+    assert torch.equal(still.fill(10), moving.fill(10))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.fill(1.5), "n must be an int of at least 0, not 1.5"),
+        (lambda s: s.normal_like([torch.zeros(2)], -1.0), "std must be a finite number of at least 0"),
+        (lambda s: s.normal_like([torch.zeros(2)], float("nan")), "not nan"),
+        (lambda s: s.normal_like([torch.zeros(2)], 1e39), "that float32 can hold"),
+        (lambda s: s.normal_like([torch.zeros(2)], float("inf")), "not inf"),
+        (lambda s: s.normal_like([torch.zeros(2)], "1"), "not '1'"),
+        (lambda s: s.normal_like([torch.zeros(2), torch.zeros(2, dtype=torch.cfloat)], 1.0), "tensor 1 is .*complex64"),
+        (lambda s: GaussianStream.seeded("abc"), "seed must be an int, not 'abc'"),
+        (lambda s: GaussianStream.seeded(True), "seed must be an int, not True"),
+        (lambda s: GaussianStream.seeded(0, rank=-1), "rank must be an int of at least 0, not -1"),
+        (lambda s: GaussianStream.from_generator(5), "must be a torch.Generator or None, not int"),
+        (lambda s: s.load_state_dict({"kind": "secure"}), "saved noise is 'secure', but this run's is 'seeded'"),
+        (lambda s: GaussianStream.secure().load_state_dict(s.state_dict()), "resume with the same secure_mode"),
+        (lambda s: s.load_state_dict({"kind": "seeded", "seed": 1}), "lacks rank, position"),
+        (lambda s: s.load_state_dict({**s.state_dict(), "position": -1}), "saved position must be an int of at least"),
+        (lambda s: s.load_state_dict({**s.state_dict(), "rank": 1}), "Load on each rank the state that this rank"),
+    ],
+)
+def test_bad_arguments_are_told_and_change_nothing(call: Callable[[Any], object], message: str) -> None:
+    stream = GaussianStream.seeded(1)
+    stream.fill(8)
+    before = stream.state_dict()
+    with pytest.raises(PrivacySpecError, match=message) as caught:
+        call(stream)
+    assert isinstance(caught.value, DPQuantError) and isinstance(caught.value, ValueError)
+    assert stream.state_dict() == before
