@@ -1,11 +1,10 @@
 """`CompiledModule`: the user's model, running as a graph with switchable sites."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,7 +12,7 @@ from torch import fx, nn
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph
 from dpquant_compile.dispatch import Dispatcher, LinkTable
-from dpquant_compile.errors import CaptureError, PrivateTrainingError, SiteError, listing
+from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
@@ -21,12 +20,13 @@ from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
 from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
+from dpquant_compile.runner import Internals, Runner, refuse_grad_samplers
 from dpquant_compile.sites import Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
 from dpquant_compile.view import GraphView
 
-__all__ = ["CompiledModule", "Internals", "Runner"]
+__all__ = ["CompiledModule"]
 
 # Shared with the original, so that whoever holds either sees the same parameters, buffers and hooks.
 _SHARED = (
@@ -42,29 +42,6 @@ _SHARED = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-
-class Runner(Protocol):
-    """What takes the training forwards of a model: a private session."""
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A training forward."""
-
-    def ways(self) -> tuple[tuple[str, str, str], ...]:
-        """For `explain()`: each trainable parameter, what uses it, how its per-sample gradients are taken."""
-
-
-@dataclass(frozen=True)
-class Internals:
-    """What a privacy engine builds on: the model, its captured programs, and the link table of a batch.
-
-    `begin(batch, ids)` brings the link table up to date for a training forward on `batch` samples with these ids.
-    """
-
-    original: nn.Module
-    programs: Programs
-    spec: CompileSpec
-    begin: Callable[[int, torch.Tensor | None], LinkTable]
 
 
 class CompiledModule(nn.Module):
@@ -111,7 +88,7 @@ class CompiledModule(nn.Module):
         if self._original.training and torch.is_grad_enabled():
             if self.__dict__["_private"] is not None:
                 return self.__dict__["_private"].run(args, kwargs)
-            self._refuse_grad_samplers()
+            refuse_grad_samplers(self._original)
         args, kwargs = self._programs.normalise(args, kwargs)
         batch = batch_size(args, kwargs)
         program = self._programs.get(args, kwargs, batch)
@@ -149,20 +126,6 @@ class CompiledModule(nn.Module):
         self._begin(batch, True)
         self._dispatcher.sample_ids = own
         return self._dispatcher.table
-
-    def _refuse_grad_samplers(self) -> None:
-        """Per-sample hooks of other libraries see modules, which a compiled program does not call."""
-        hooked = next((n for n, p in self._original.named_parameters() if hasattr(p, "grad_sample")), None)
-        if hooked is not None:
-            raise PrivateTrainingError(
-                f"parameter {hooked!r} was prepared for per-sample gradients by another engine (opacus.PrivacyEngine "
-                "or "
-                "GradSampleModule), whose hooks a compiled program does not call: it would train without clipping, or "
-                "not at "
-                "all. Fix: use dpquant_compile.PrivacyEngine, which is an opacus.PrivacyEngine, with a model that no "
-                "other "
-                "engine has taken"
-            )
 
     def _begin(self, batch: int, low: bool) -> None:
         parameters = self._original.parameters() if self._original.training else None

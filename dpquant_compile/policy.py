@@ -91,7 +91,7 @@ def resolve_budget(budget: float, universe: Sequence[str], *, provisional: bool 
         raise BudgetError(
             f"budget={budget!r} is a {type(budget).__name__}; give an int from 0 to n or a fraction. {have}"
         )
-    if n == 0 and not provisional:
+    if n == 0 and budget != 0 and not provisional:
         raise BudgetError(
             f"budget={budget!r}: there is nothing to quantize. {have} A site is a conv or a linear that `sites=` "
             f"selects.{reasons}"

@@ -101,6 +101,7 @@ def _moved(axis: BatchAxis, dim: int) -> BatchAxis:
 
 
 @rule("copy_", "masked_fill_", "lerp_", "expand", "native_dropout", "_to_copy", "index_fill", "fill_", "zero_", "where")
+@rule("_prelu_kernel")
 def _pointwise(call: OpCall) -> Axis:
     """Broadcasting aligns dimensions from the right; all batch inputs must agree on where the batch is."""
     rank, found = call.output.dim(), set()

@@ -89,6 +89,7 @@ ANYWHERE: dict[str, Callable[[Tensor], Any]] = {
     "add": lambda x: x + 1,
     "mul": lambda x: x * x.sin(),
     "where": lambda x: torch.where(x > 0, x, -x),
+    "_prelu_kernel": lambda x: aten._prelu_kernel(x, torch.tensor(0.3).expand((1,) * x.dim())),
     "expand": lambda x: x.unsqueeze(0).expand(2, *x.shape),
     "masked_fill_": lambda x: x.clone().masked_fill_(x > 0, 1.0),
     "lerp_": lambda x: x.clone().lerp_(x.cos(), 0.3),

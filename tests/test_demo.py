@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.slow
 def test_demo_learns_and_writes_its_files(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "1", "--backend", "reference"]
+    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "2", "--backend", "reference"]
     done = subprocess.run(
         [*command, "--out", tmp_path / "out"],
         cwd=tmp_path,
@@ -26,9 +26,10 @@ def test_demo_learns_and_writes_its_files(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
-    assert "NOT differentially private" in done.stdout
+    (spent,) = re.findall(r"epsilon ([\d.]+) at delta", done.stdout)
+    assert 0.5 < float(spent) < 8
     (printed,) = re.findall(r"^Final test accuracy in full precision: ([\d.]+)%", done.stdout, re.MULTILINE)
-    assert float(printed) > 30, "one epoch should be far above chance, which is 10%"
+    assert float(printed) > 25, "two epochs should be far above chance, which is 10%"
     (policy,) = re.findall(r"^ +1  (\S+)", done.stdout, re.MULTILINE)
     assert policy.startswith("6of8:"), "a budget of 0.75 is six of the eight sites"
     for site in ("stem", "block1.conv1", "block2.conv2", "fc2"):

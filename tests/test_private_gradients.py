@@ -43,13 +43,15 @@ class ClassToken(nn.Module):
         self.patches = nn.Conv2d(3, 8, 4, stride=4)
         self.token = nn.Parameter(torch.randn(1, 1, 8))
         self.position = nn.Parameter(torch.randn(1, 5, 8))
+        self.gain = nn.Parameter(torch.randn(8))
         self.norm = nn.LayerNorm(8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.position
+        token = self.token.expand(x.shape[0], -1, -1) * self.gain  # constant, with a row per sample
+        x = torch.cat([token, x], 1) + self.position
         h = self.norm(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
         return self.head(x[:, 0])
@@ -73,20 +75,20 @@ class Adapter(nn.Module):
 
 
 class Generic(nn.Module):
-    """Parameters in operators without a rule of their own: einsum, PReLU, bilinear, transposed conv, outer products."""
+    """Parameters in operators without a rule of their own: einsum, PReLU, transposed conv."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Parameter(torch.randn(4, 3, 5))
         self.slope = nn.PReLU(5)
-        self.pair = nn.Bilinear(5, 5, 4)
+        self.pair = nn.Linear(5, 4)
         self.up = nn.ConvTranspose1d(1, 2, 3)
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
         y = self.slope(torch.einsum("bi,ijk->bjk", x, self.mix).sum(1))
-        z = self.pair(y, torch.tanh(y))
+        z = self.pair(y)
         return self.up(z[:, None]).flatten(1)
 
 

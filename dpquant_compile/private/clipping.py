@@ -1,6 +1,7 @@
 """Clipping: from the norms of per-sample gradients to the factor that each sample is scaled by."""
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,17 @@ from torch import Tensor
 
 from dpquant_compile.errors import PrivacySpecError
 
-__all__ = ["CLIPPING", "Clipping"]
+__all__ = ["CLIPPING", "Clipping", "is_number"]
 
 CLIPPING = ("flat", "per_layer", "automatic")
 
 # Automatic clipping (Bu et al. 2023) divides by the norm plus this, so that a vanishing gradient is not blown up.
 STABILITY = 0.01
+
+
+def is_number(value: object) -> bool:
+    """Whether an argument is a real number; True and False are not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,10 @@ class Clipping:
         """Check the arguments of `make_private`. A single number for "per_layer" is shared out evenly."""
         if mode not in CLIPPING:
             raise PrivacySpecError(f"clipping={mode!r}: choose one of {', '.join(CLIPPING)}")
-        single = isinstance(max_grad_norm, int | float)
+        single = not isinstance(max_grad_norm, list | tuple)
         bounds: Any = [max_grad_norm] if single else max_grad_norm
+        if not all(is_number(bound) for bound in bounds):
+            raise PrivacySpecError(f"max_grad_norm={max_grad_norm!r}: give a number, or a list of numbers")
         given = [float(bound) for bound in bounds]
         if not given or any(not math.isfinite(c) or c <= 0 for c in given):
             raise PrivacySpecError(f"max_grad_norm={max_grad_norm!r}: bounds must be finite and greater than zero")

@@ -95,7 +95,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         def listener(micro: MicroBatch | None) -> None:
             holder[0].announce(micro)
 
-        limit = max_physical_batch_size or _roomy(data_loader)
+        limit = _roomy(data_loader) if max_physical_batch_size is None else max_physical_batch_size
         loader = private_loader(
             data_loader,
             max_physical_batch_size=limit,
@@ -120,6 +120,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             secure_mode=self.secure_mode,
         )
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=loader.sample_rate))
+        session.begin()
         self.session, self._noise = session, noise
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.private.clipping import is_number
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.session import Session
 
@@ -34,7 +35,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         loss_reduction: str,
         secure_mode: bool = False,
     ) -> None:
-        if not math.isfinite(noise_multiplier) or noise_multiplier < 0:
+        if not is_number(noise_multiplier) or not math.isfinite(noise_multiplier) or noise_multiplier < 0:
             raise PrivacySpecError(f"noise_multiplier={noise_multiplier!r}: give a finite number, zero or more")
         self.session = session
         self.noise = noise
@@ -66,9 +67,17 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        if not math.isfinite(value) or value <= 0:
+        if not is_number(value) or not math.isfinite(value) or value <= 0:
             raise PrivacySpecError(f"max_grad_norm={value!r}: give a finite number greater than zero")
         self.session.wanted = float(value)
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Refuse what Opacus' BatchMemoryManager does."""
+        raise PrivateTrainingError(
+            "the loader that make_private returned cuts batches into micro-batches itself, and the optimizer knows "
+            "which "
+            "step is the last. Fix: give max_physical_batch_size to make_private, and leave BatchMemoryManager out"
+        )
 
     def clip_and_accumulate(self) -> None:
         """Nothing: backward has done it."""
@@ -88,6 +97,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     def add_noise(self) -> None:
         """Set every gradient to its clipped sum plus noise."""
+        self._check_parameters()
         stray = next((n for n, p in self.session.parameters.items() if p.grad is not None and not self._ours(p)), None)
         if stray is not None:
             raise PrivateTrainingError(
@@ -98,7 +108,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
                 "call optimizer.zero_grad() before the first step"
             )
         sums = self.session.release()
-        used = [n for n in self.session.parameters if not self.session.used or n in self.session.used]
+        used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
         parameters = [self.session.parameters[name] for name in used]
         std = self.noise_multiplier * self.session.sensitivity
         for name, parameter, noise in zip(used, parameters, self.noise.normal_like(parameters, std), strict=True):
@@ -106,6 +116,20 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             grad = noise if total is None else noise.add_(total.reshape(noise.shape))
             parameter.grad = grad.reshape(parameter.shape).to(parameter.dtype)
             parameter.grad._dpquant = True  # type: ignore[attr-defined]
+        self.session.forget()  # a second step must not release the same sum again
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that the wrapped optimizer would step and the session does not clip."""
+        known = {id(parameter) for parameter in self.session.parameters.values()}
+        for group in self.original_optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in known:
+                    raise PrivateTrainingError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was frozen, or not "
+                        "there, "
+                        "when make_private was called, so its gradients are not clipped. Fix: call make_private again "
+                        "after unfreezing or adding parameters"
+                    )
 
     @staticmethod
     def _ours(parameter: Tensor) -> bool:
@@ -136,7 +160,5 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         return micro is not None and not micro.first
 
     def _skips(self) -> bool:
-        if self._step_skip_queue:  # Opacus' BatchMemoryManager says so
-            return bool(self._check_skip_next_step())
         micro = self.session.micro
         return micro is not None and not micro.last

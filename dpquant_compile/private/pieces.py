@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from dpquant_compile.errors import PerSampleGradientError, RegistryError
 from dpquant_compile.passes.canonicalize import CONVS
+from dpquant_compile.passes.infra import op_name
 from dpquant_compile.private.uses import Use, axis_of
 from dpquant_compile.quantize import to_samples
 from dpquant_compile.sites import BatchAxis
@@ -196,9 +197,12 @@ def make_piece(use: Use, values: UseValues) -> Piece:
 
 def _rule_of(use: Use) -> tuple[str, Rule]:
     name, rule = _RULES.get((use.node.target, use.slots[0] if len(use.slots) == 1 else ""), ("vmap", _by_vmap))
-    if "expanded_batch" in use.node.meta:
+    if "expanded_batch" in use.node.meta and op_name(use.node) in _EXPANDS:
         return "expand", _expanded
     return name, rule
+
+
+_EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
 
 
 @_rule("book-keeping", (*CONVS, F.linear), "weight")
@@ -259,7 +263,7 @@ def _embedding(use: Use, values: UseValues) -> Piece:
 def _expanded(use: Use, values: UseValues) -> Piece:
     """Rows that are copies of a constant, one or more per sample."""
     grad = _single_rows(values.grad, _axis(use.node))
-    shape, name = values.constant.shape, str(getattr(use.node.target, "__name__", use.node.target))
+    shape, name = values.constant.shape, op_name(use.node)
     lead = grad.dim() - 1 - len(shape)
     fits = lead >= 0 and all(n in (1, m) for n, m in zip(shape, grad.shape[1 + lead :], strict=True))
     repeats = name in ("repeat", "tile") and any(n != m for n, m in zip(shape, grad.shape[1 + lead :], strict=True))

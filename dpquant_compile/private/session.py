@@ -56,18 +56,25 @@ class Session:
         self.physical = physical
         self.mean = mean
         self.micro: MicroBatch | None = None
-        self._internals = model.attach(self)
         self.dropped = 0
         self.wanted = clipping.sensitivity  # what a schedule has last set max_grad_norm to
         self._scale = 1.0  # of the clipping bounds, for as long as a sum is under way
-        self.used: set[str] = set()
-        self.rows: int | None = None  # of the last call
+        self._used: set[str] = set()
+        self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
         self._prepared: dict[str, tuple[Any, Tensor]] = {}
         self._open: _Call | None = None  # the last forward, until its backward
         self._spent = False  # whether this micro-batch has had its backward
         self._released = True  # whether the sums that lie in the parameters have been used by a step
         self._anchor = torch.zeros((), requires_grad=True)
+
+    def begin(self) -> None:
+        """Take over the model's training forwards."""
+        self._internals = self.model.attach(self)
+
+    def uses(self, name: str) -> bool:
+        """Whether a parameter has gradients; what is not known yet has."""
+        return not self._used or name in self._used
 
     # The loop around it
 
@@ -87,6 +94,11 @@ class Session:
         """The sums for a step to use, once; None for parameters that had no gradient."""
         self._released, self._open = True, None
         return {name: getattr(parameter, "summed_grad", None) for name, parameter in self.parameters.items()}
+
+    @property
+    def rows(self) -> int | None:
+        """How many samples the last training forward had; None where there is no telling, as in evaluation."""
+        return self._rows if self.model.training and torch.is_grad_enabled() else None
 
     def ways(self) -> tuple[tuple[str, str, str], ...]:
         """How the per-sample gradients of each parameter are taken, by the programs made so far."""
@@ -118,7 +130,7 @@ class Session:
         call = _Call(self, private, size)
         apply: Any = _Run.apply
         flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
-        self._open, self.rows = call, size
+        self._open, self._rows = call, size
         return _unpadded(program.base, private, flat, size)
 
     def finish(self, call: "_Call", sums: Sequence[Tensor], dropped: Tensor) -> None:
@@ -243,7 +255,7 @@ class Session:
             plan = Plan(program.base, uses, clipping, order, program.rows, recipe, self.physical)
             built = PrivateProgram(plan, inputs, self._internals.spec.inner, self._internals.programs.recorder)
             self._programs[id(program)] = (program, built)
-            self.used |= set(order)
+            self._used |= set(order)
         return self._programs[id(program)][1]
 
 

@@ -1,0 +1,254 @@
+"""One private training step: ours against non-private training and Opacus, in one run.
+
+    python benchmarks/dp_step.py                         # ResNet18 with GroupNorm, three configurations
+    python benchmarks/dp_step.py --smoke                 # a small CNN, half a minute
+
+Times are medians over repeats that alternate between the contestants, on two threads: forward, backward and clipping
+in one column, noise and the optimizer's step in the other. Peak memory is the high-water mark of resident memory over
+a few steps, each contestant in a process of its own; "net" is what that lies above the process before its model.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import opacus
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpquant_compile as dpq
+from dpquant_compile import torchvision_compat
+
+CLASSES = 10
+CONTESTANTS = ("eager", "torch.compile", "hooks", "ghost", "functorch", "ours")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model, the size of its images and the physical batch."""
+
+    model: str
+    size: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.size}×{self.size}, batch {self.batch}"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """The two halves of a training step."""
+
+    gradients: Callable[[], None]
+    step: Callable[[], None]
+
+
+def build(config: Config, inplace: bool = True) -> nn.Module:
+    """The model, with the same weights each time."""
+    torch.manual_seed(0)
+    if config.model == "small":
+        layers = (nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten())
+        return nn.Sequential(*layers, nn.Linear(16 * config.size**2, CLASSES))
+    model: nn.Module = getattr(torchvision_compat.models(), config.model)(
+        num_classes=CLASSES, norm_layer=lambda width: nn.GroupNorm(min(32, width), width)
+    )
+    if not inplace:
+        _without_inplace(model)
+    return model
+
+
+def _without_inplace(model: nn.Module) -> None:
+    """What Opacus needs: no in-place ReLU, and no `out += identity` in torchvision's blocks."""
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+        if type(module).__name__ == "BasicBlock":
+            module.__class__ = type("BasicBlock", (type(module),), {"forward": _block_forward})
+
+
+def _block_forward(self: Any, x: Tensor) -> Tensor:
+    identity = x if self.downsample is None else self.downsample(x)
+    out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+    result: Tensor = self.relu(out + identity)
+    return result
+
+
+def contestant(kind: str, config: Config) -> Contestant:
+    """A training step of one kind, on one fixed batch."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(config.batch, 3, config.size, config.size, generator=generator)
+    y = torch.randint(0, CLASSES, (config.batch,), generator=generator)
+    model = build(config, inplace=kind in ("eager", "torch.compile", "ours"))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+    criterion: Any = nn.CrossEntropyLoss()
+    if kind in ("eager", "torch.compile"):
+        call: Any = model if kind == "eager" else torch.compile(model)
+
+        def plain() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(call(x), y).backward()
+
+        return Contestant(plain, lambda: optimizer.step())
+    loader = DataLoader(TensorDataset(x, y), batch_size=config.batch)
+    common: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    common["data_loader"] = loader
+    if kind == "ours":
+        compiled = dpq.compile(model, budget=0)
+        private, optimizer, criterion, _ = dpq.PrivacyEngine(accountant="rdp").make_private(
+            module=compiled, optimizer=optimizer, criterion=criterion, max_physical_batch_size=config.batch, **common
+        )
+    else:
+        made = opacus.PrivacyEngine(accountant="rdp").make_private(
+            module=model, optimizer=optimizer, criterion=criterion, grad_sample_mode=kind, **common
+        )
+        private, optimizer = made[:2]
+        criterion = made[2] if kind == "ghost" else criterion
+    private.train()
+
+    def gradients() -> None:
+        optimizer.zero_grad()
+        criterion(private(x), y).backward()
+        if kind == "ghost":
+            optimizer.accumulate()  # its backward has clipped
+        elif kind != "ours":
+            optimizer.clip_and_accumulate()
+
+    def step() -> None:
+        if kind != "ours":
+            optimizer.add_noise()
+            optimizer.scale_grad()
+            optimizer.original_optimizer.step()
+        else:
+            optimizer.step()
+
+    return Contestant(gradients, step)
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Milliseconds of one call."""
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(config: Config, kinds: tuple[str, ...], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Times of all contestants, taken in turn. A slow one has fewer turns: about three in the time of the others."""
+    made = {kind: contestant(kind, config) for kind in kinds}
+    warm = {}
+    for kind, one in made.items():
+        for _ in range(2):
+            warm[kind] = timed(one.gradients) + timed(one.step)
+    times: dict[str, dict[str, list[float]]] = {kind: {"gradients": [], "step": []} for kind in kinds}
+    quickest = min(warm.values())
+    for turn in range(repeats):
+        for kind, one in made.items():
+            if warm[kind] > 8 * quickest and turn % max(1, repeats // 3):
+                continue
+            times[kind]["gradients"].append(timed(one.gradients))
+            times[kind]["step"].append(timed(one.step))
+    return times
+
+
+def _status(key: str) -> float:
+    """A figure of this process' memory, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) / 1024
+    raise KeyError(key)
+
+
+def peak_memory(kind: str, config: Config) -> dict[str, float]:
+    """Peak resident memory of three steps of one contestant; run in a fresh process."""
+    torchvision_compat.models()
+    gc.collect()
+    before = _status("VmRSS")
+    one = contestant(kind, config)
+    one.gradients()
+    one.step()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew: compilation is not a step
+    for _ in range(3):
+        one.gradients()
+        one.step()
+    return {"peak": _status("VmHWM"), "net": _status("VmHWM") - before}
+
+
+def in_child(kind: str, config: Config, threads: int) -> dict[str, float]:
+    """`peak_memory` in a process of its own, which finds its programs compiled."""
+    command = [sys.executable, __file__, "--child", kind, "--threads", str(threads)]
+    command += ["--config", f"{config.model},{config.size},{config.batch}"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures
+
+
+def report(config: Config, times: dict[str, Any], memory: dict[str, Any]) -> dict[str, Any]:
+    """Print one configuration's table; the figures come back for the file."""
+    print(f"\n{config}")
+    head = ("", "fwd+bwd+clip ms", "noise+step ms", "to eager", "to ours", "peak MiB", "net MiB")
+    print("{:<15}{:>20}{:>18}{:>10}{:>9}{:>10}{:>9}".format(*head))
+    middle = {kind: statistics.median(t["gradients"]) for kind, t in times.items()}
+    figures: dict[str, Any] = {}
+    for kind, taken in times.items():
+        cells = []
+        for part in ("gradients", "step"):
+            spread = (max(taken[part]) - min(taken[part])) / 2
+            cells.append(f"{statistics.median(taken[part]):.1f} ± {spread:.1f}")
+        held = memory.get(kind, {})
+        figures[kind] = {
+            "gradients_ms": middle[kind],
+            "step_ms": statistics.median(taken["step"]),
+            "repeats": len(taken["gradients"]),
+            "to_eager": middle[kind] / middle["eager"],
+            "to_ours": middle[kind] / middle["ours"],
+            **held,
+        }
+        ratios = f"{figures[kind]['to_eager']:>9.2f}×{figures[kind]['to_ours']:>8.2f}×"
+        sizes = f"{held['peak']:>10.0f}{held['net']:>9.0f}" if held else ""
+        print(f"{kind:<15}{cells[0]:>20}{cells[1]:>18}{ratios}{sizes}", flush=True)
+    return figures
+
+
+def main() -> None:
+    """Measure every configuration and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", action="append", help="model,size,batch; may be given again")
+    parser.add_argument("--kinds", default=",".join(CONTESTANTS), help="contestants, with commas between them")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--child", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Secure RNG turned off")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    torch.set_num_threads(args.threads)
+    asked = args.config or (["small,8,16"] if args.smoke else ["resnet18,32,64", "resnet18,32,128", "resnet18,64,32"])
+    configs = [Config(name, int(size), int(batch)) for name, size, batch in (text.split(",") for text in asked)]
+    if args.child:
+        print(json.dumps(peak_memory(args.child, configs[0])))
+        return
+    kinds = tuple(args.kinds.split(","))
+    results = {}
+    for config in configs:
+        times = measure(config, kinds, 2 if args.smoke else args.repeats)
+        memory = {} if args.no_memory else {kind: in_child(kind, config, args.threads) for kind in kinds}
+        results[str(config)] = report(config, times, memory)
+    if args.json:
+        args.json.write_text(json.dumps({"threads": args.threads, "torch": torch.__version__, **results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
