@@ -62,7 +62,9 @@ def _compile(fmt: str, batched: bool) -> Callable[..., Tensor]:
     keys = [torch.zeros(count, dtype=torch.int32) for _ in range(2)]
     with torch.no_grad():
         graph = make_fx(quantize_rows, tracing_mode="symbolic")(x, *keys)
-        program: Any = standalone_compile(graph, [x, *keys], dynamic_shapes="from_graph")
+        # Inductor decides by the sizes of the example whether a loop is worth several threads; these are small.
+        options = {"config_patches": {"cpp.dynamic_threads": True}}
+        program: Any = standalone_compile(graph, [x, *keys], dynamic_shapes="from_graph", options=options)
 
     def run(*inputs: Tensor) -> Tensor:
         with torch.no_grad():

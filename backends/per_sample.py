@@ -38,6 +38,7 @@ __all__ = [
     "sample_grads",
     "sample_norms",
     "spread",
+    "squares",
     "trimmed",
     "weighted_sum",
 ]
@@ -158,7 +159,7 @@ def _grams(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ...
     if plain or all(k == 1 for k in weight_shape[2:]):
         left, right = factors(call, x, grad, weight_shape)
         if left.shape[2] == 1:  # rank one: the squared norms themselves, without a product
-            return left.square().sum(-1, keepdim=True), right.square().sum(-1, keepdim=True)
+            return squares(left).unsqueeze(-1), squares(right).unsqueeze(-1)
         return left @ left.transpose(-1, -2), right @ right.transpose(-1, -2)
     assert geometry is not None
     batch, groups = x.shape[0], geometry.groups
@@ -193,9 +194,23 @@ def _shifted_sums(gram: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...])
 def _gram_norms(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[-1] == 1:
         return (a * b).flatten(1).sum(1)
-    largest = (a.diagonal(dim1=-2, dim2=-1) * b.diagonal(dim1=-2, dim2=-1)).clamp_min(0).sqrt().sum(-1).square()
+    tiny = _LONGEST * torch.finfo(a.dtype).tiny
+    left, right = (gram.diagonal(dim1=-2, dim2=-1).clamp_min(0) + tiny for gram in (a, b))
+    largest = (left.sqrt() * right.sqrt()).sum(-1).square()
     sums = (a * b).sum((-1, -2)).clamp_min(0) + _SLACK * torch.finfo(a.dtype).eps * largest
     return sums.sum(1)
+
+
+# More terms than any sum of squares here has.
+_LONGEST = float(1 << 24)
+
+
+def squares(x: Tensor) -> Tensor:
+    """Sums of squares over the last dimension, never too small: what underflows is made up for.
+
+    Inputs of 1e-23 have squares of zero, but with output gradients of 1e19 a gradient that is not.
+    """
+    return x.square().sum(-1) + x.shape[-1] * torch.finfo(x.dtype).tiny
 
 
 def _direct_norms(left: Tensor, right: Tensor) -> Tensor:

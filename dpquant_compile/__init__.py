@@ -9,6 +9,8 @@ from dpquant_compile.module import CompiledModule
 from dpquant_compile.packing import decode, encode, pack4, unpack4
 from dpquant_compile.policy import Policy
 from dpquant_compile.private.engine import PrivacyEngine
+from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.private.scheduler import Scheduler
 from dpquant_compile.quantize import quantize
 from dpquant_compile.sites import Site, SiteTable
 
@@ -17,8 +19,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CompiledModule",
     "Format",
+    "Ledger",
     "Policy",
     "PrivacyEngine",
+    "Scheduler",
     "Session",
     "Site",
     "SiteTable",

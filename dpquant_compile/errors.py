@@ -10,6 +10,7 @@ from collections.abc import Sequence
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "CompileSpecError",
     "DPQuantError",
     "FormatError",
@@ -17,9 +18,11 @@ __all__ = [
     "InplaceAliasError",
     "IsolationError",
     "KernelError",
+    "LedgerError",
     "NonFiniteError",
     "NotCapturedError",
     "PerSampleGradientError",
+    "PrivacyBudgetError",
     "PrivacySpecError",
     "PrivateTrainingError",
     "RegistryError",
@@ -102,3 +105,15 @@ class PrivacySpecError(DPQuantError, ValueError):
 
 class PrivateTrainingError(DPQuantError, RuntimeError):
     """A training loop does something that would break the privacy guarantee."""
+
+
+class LedgerError(DPQuantError, RuntimeError):
+    """A privacy ledger is corrupt, truncated, of another version, or does not fit what it is used with."""
+
+
+class PrivacyBudgetError(DPQuantError, RuntimeError):
+    """A release would pass the privacy budget, or no noise can keep it."""
+
+
+class CheckpointError(DPQuantError, RuntimeError):
+    """A checkpoint that cannot be read, or belongs to another model, configuration or version."""

@@ -74,16 +74,30 @@ class PrivateCriterion(nn.Module):
         self.reduction: str = reduction
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        losses = self._checked(args, kwargs)
+        if self.reduction == "none":
+            return losses
+        total = self._shares(losses, args, kwargs).sum()
+        return total if self.reduction == "sum" else total / max(len(losses), 1)
+
+    def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Each sample's own loss, [B]: what `forward` adds up."""
+        losses = self._shares(self._checked(args, kwargs), args, kwargs)
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+    def _checked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         losses = self._with_rows(self._unreduced(args, kwargs), [*args, *kwargs.values()])
         if self.verify and len(losses) > 1:
             self._compare_with_parts(losses.detach(), args, kwargs)
             self.verify = False
-        if self.reduction == "none":
+        return losses
+
+    def _shares(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Losses [B, ...] such that the sum over a sample's is its own loss."""
+        if self.reduction not in ("mean", "none") or losses.ndim == 1:
             return losses
-        if self.reduction == "mean" and losses.ndim > 1:
-            counted = self._counted(losses, args, kwargs).sum(tuple(range(1, losses.ndim)), keepdim=True)
-            losses = losses / counted.clamp(min=1)
-        return losses.sum() if self.reduction == "sum" else losses.sum() / max(len(losses), 1)
+        counted = self._counted(losses, args, kwargs).sum(tuple(range(1, losses.ndim)), keepdim=True)
+        return losses / counted.clamp(min=1)
 
     def extra_repr(self) -> str:
         return f"{self._name}, reduction={self.reduction!r}"

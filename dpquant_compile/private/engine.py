@@ -3,6 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import opacus
@@ -14,17 +16,30 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpquant_compile.errors import IsolationError, PrivacySpecError
+from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.module import CompiledModule
+from dpquant_compile.private import checkpoint
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.loader import MicroBatch, PrivateLoader, private_loader, secure_uniform
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
 from dpquant_compile.private.session import Session
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["PrivacyEngine"]
+__all__ = ["Made", "PrivacyEngine"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """The private objects of one run; `criterion` is None if none was given."""
+
+    session: Session
+    optimizer: PrivateOptimizer
+    loader: PrivateLoader
+    noise: GaussianStream
+    criterion: PrivateCriterion | None
 
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
@@ -37,15 +52,46 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     Then a run cannot be repeated, and a resumed one goes on with new randomness.
     """
 
-    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        accountant: str = "prv",
+        secure_mode: bool = False,
+        ledger_path: str | Path | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+    ) -> None:
+        """`ledger_path` keeps the ledger on disk, ahead of every spend; with a target, no spend may pass it."""
         with warnings.catch_warnings():
             # Opacus' secure mode needs a package that can no longer be installed; ours is another one.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)
         self.secure_mode = secure_mode
         self.dataset: Any = None
-        self.session: Session | None = None
-        self._noise: GaussianStream | None = None
+        self.ledger = Ledger(accountant, ledger_path, target_epsilon, target_delta)
+        self.scheduler: Any = None
+        self._parts: Made | None = None
+
+    @property
+    def accountant(self) -> Any:
+        """Opacus' accountant with everything in it that the ledger holds; change the ledger, not this."""
+        return self.ledger.opacus_accountant
+
+    @accountant.setter
+    def accountant(self, value: Any) -> None:
+        """Opacus sets one when it begins; the ledger has its own."""
+
+    @property
+    def made(self) -> "Made":
+        """What `make_private` has made."""
+        if self._parts is None:
+            raise PrivacySpecError("this engine has no model yet: call make_private first")
+        return self._parts
+
+    @property
+    def session(self) -> Session:
+        """The private session of the model."""
+        return self.made.session
 
     def make_private(
         self,
@@ -101,6 +147,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             max_physical_batch_size=limit,
             poisson_sampling=poisson_sampling,
             listener=listener,
+            before=self._pay,
             sampler_bits=secure_uniform if self.secure_mode and poisson_sampling else None,
             rand_on_empty=rand_on_empty,
         )
@@ -119,9 +166,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             loss_reduction=reduction,
             secure_mode=self.secure_mode,
         )
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=loader.sample_rate))
+        private.attach_step_hook(self._settle)
         session.begin()
-        self.session, self._noise = session, noise
+        self._parts = Made(session, private, loader, noise, wrapped)
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 
     def make_private_with_epsilon(
@@ -136,8 +183,12 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         max_grad_norm: float | Sequence[float],
         **options: Any,
     ) -> Any:
-        """`make_private` with the least noise that keeps `epochs` epochs within (target_epsilon, target_delta)."""
-        if len(self.accountant) > 0:
+        """`make_private` with the least noise that keeps `epochs` epochs within (target_epsilon, target_delta).
+
+        The target becomes the ledger's, so nothing may pass it. Analyses of a scheduler are not planned for here: with
+        one, take the noise multiplier from `dpquant_compile.plan`.
+        """
+        if self.ledger.entries:
             warnings.warn(
                 "this engine has spent privacy already, which target_epsilon does not count: give a new PrivacyEngine "
                 "to each run",
@@ -150,6 +201,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             epochs=epochs,
             accountant=self.accountant.mechanism(),
         )
+        if self.ledger.target_epsilon is None and not self.ledger.entries:
+            self.ledger = Ledger(self.ledger.accountant, self.ledger.path, target_epsilon, target_delta)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -159,33 +212,46 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             **options,
         )
 
+    def get_epsilon(self, delta: float) -> float:
+        """ε of all that was spent, training and analyses, at `delta`."""
+        return self.ledger.epsilon(delta)
+
+    def _pay(self) -> None:
+        """Account for a training step before its data is read."""
+        made = self.made
+        sigma = made.optimizer.noise_multiplier
+        self.ledger.spend("training", q=made.loader.sample_rate, sigma=sigma)
+        made.session.paid = sigma
+
+    def _settle(self, optimizer: PrivateOptimizer) -> None:
+        """See to it that the step that is about to add noise is accounted for, with that noise."""
+        session = self.made.session
+        if session.paid is None:  # batches that did not come from the loader, or a second step for one
+            self._pay()
+        elif session.paid != optimizer.noise_multiplier:
+            raise PrivateTrainingError(
+                f"noise_multiplier is {optimizer.noise_multiplier:g} now, but this batch was accounted for with "
+                f"{session.paid:g}. Fix: change it between batches, after optimizer.step()"
+            )
+        session.paid = None
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the states of model and optimizer: accounting, step, policy, noise."""
-        session, noise = self._made()
-        return {
-            "accountant": self.accountant.state_dict(),
-            "noise": noise.state_dict(),
-            "step": session.model.step,
-            "policy": sorted(session.model.policy),
-        }
+        """All that a resumed run needs, in tensors and plain types: see `checkpoint`."""
+        return checkpoint.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; call it after `make_private`."""
-        session, noise = self._made()
-        self.accountant.load_state_dict(state["accountant"])
-        noise.load_state_dict(state["noise"])
-        session.model.step = state["step"]
-        session.model.set_policy(state["policy"])
+        """Go on from `state_dict()`; call it after `make_private`, and after making the scheduler if there is one."""
+        checkpoint.load_into(self, state)
 
-    def save_checkpoint(self, *, checkpoint_dict: dict[str, Any] | None = None, **options: Any) -> None:
-        """As in Opacus, with the state of this engine in it."""
-        super().save_checkpoint(checkpoint_dict={**(checkpoint_dict or {}), "dpquant": self.state_dict()}, **options)
+    def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
+        """Write `state_dict()` to a file, whole or not at all; `checkpoint_dict` is for what else should be in it."""
+        checkpoint.save({**(checkpoint_dict or {}), "dpquant": self.state_dict()}, path)
 
-    def load_checkpoint(self, **options: Any) -> Any:
-        """As in Opacus, with the state of this engine."""
-        checkpoint = super().load_checkpoint(**options)
-        self.load_state_dict(checkpoint["dpquant"])
-        return checkpoint
+    def load_checkpoint(self, *, path: Any, **ignored: Any) -> dict[str, Any]:
+        """Read what `save_checkpoint` wrote; the rest of it comes back."""
+        state = checkpoint.read(path)
+        self.load_state_dict(state.pop("dpquant"))
+        return state
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Refuse a model that is known to mix samples; the proof is made at the first training forward."""
@@ -198,11 +264,6 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         except IsolationError:
             return False
         return True
-
-    def _made(self) -> tuple[Session, GaussianStream]:
-        if self.session is None or self._noise is None:
-            raise PrivacySpecError("this engine has no model yet: call make_private first")
-        return self.session, self._noise
 
     def _check_dataset(self, loader: PrivateLoader) -> None:
         if self.dataset is not None and self.dataset is not loader.dataset:

@@ -174,9 +174,12 @@ class PrivateLoader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any],
         generator: torch.Generator | None,
         listener: Listener,
+        before: Callable[[], None],
     ) -> None:
+        self._before = before
         self.sample_rate = 1 / len(source)
-        self.expected_batch_size = int(len(source.dataset) * self.sample_rate)  # type: ignore[arg-type]
+        self.size = len(source.dataset)  # type: ignore[arg-type]
+        self.expected_batch_size = int(self.size * self.sample_rate)
         self.max_physical_batch_size = splitter.limit
         self._splitter = splitter
         self._listener = listener
@@ -204,12 +207,17 @@ class PrivateLoader(DataLoader[Any]):
         self._check(turn)
         self._running = True
         try:
+            self._before()
             batches = super().__iter__()
-            queue = self._splitter.queue
+            queue, left = self._splitter.queue, self._splitter.steps - 1
             for batch in batches:
-                self._listener(queue.popleft())
+                micro = queue.popleft()
+                self._listener(micro)
                 yield batch
                 self._check(turn)
+                if micro.last and left > 0:
+                    left -= 1
+                    self._before()
         finally:
             if turn == self._turn:  # else the iter() that came after has said so
                 self._end()
@@ -238,6 +246,7 @@ def private_loader(
     max_physical_batch_size: int | None,
     poisson_sampling: bool,
     listener: Listener,
+    before: Callable[[], None] = lambda: None,
     generator: torch.Generator | None = None,
     sampler_bits: Callable[[int], Tensor] | None = None,
     distributed: bool = False,
@@ -252,7 +261,8 @@ def private_loader(
 
     The draw's randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that
     of `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling it stays with the
-    user's own sampler. With `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in
+    user's own sampler. `before` is called before each logical batch is fetched, and may refuse it by raising. With
+    `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in
     Opacus; its `ids` are empty all the same.
     """
     limit: Any = max_physical_batch_size
@@ -265,7 +275,7 @@ def private_loader(
     if not poisson_sampling:
         batches: Any = data_loader.batch_sampler
         splitter = _Splitter(batches, steps, limit)
-        return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener)
+        return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener, before)
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
     if sampler_bits is not None:
@@ -274,7 +284,7 @@ def private_loader(
         batches = UniformWithReplacementSampler(num_samples=n, sample_rate=1 / steps, generator=generator)
     splitter = _Splitter(_Share(batches) if distributed else batches, len(batches), limit)
     collate = _Collate(data_loader.collate_fn, data_loader.dataset, batch_first, rand_on_empty)
-    loader = PoissonLoader(data_loader, splitter, collate, generator, listener)
+    loader = PoissonLoader(data_loader, splitter, collate, generator, listener, before)
     loader.distributed = distributed
     return loader
 

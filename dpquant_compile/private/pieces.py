@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from dpquant_compile.backends.per_sample import squares
 from dpquant_compile.errors import PerSampleGradientError, RegistryError
 from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.infra import op_name
@@ -30,6 +31,7 @@ __all__ = [
     "make_piece",
     "piece_kind",
     "pooled_norms",
+    "wide",
 ]
 
 
@@ -149,8 +151,8 @@ def pooled_norms(pieces: Sequence[SitePiece | EmbeddingPiece]) -> Tensor:
             term = (_inner(a[0], b[0]) * (a[1] @ b[1].transpose(1, 2))).sum((1, 2))
             term = term if a is b else 2 * term
             total = term if total is None else total + term
-        unit = torch.ones_like(a[0], dtype=a[1].dtype) if not a[0].is_floating_point() else a[0].square().sum(2).sqrt()
-        largest = (unit * a[1].square().sum(2).sqrt()).sum(1)
+        unit = torch.ones_like(a[0], dtype=a[1].dtype) if not a[0].is_floating_point() else squares(a[0]).sqrt()
+        largest = (unit * squares(a[1]).sqrt()).sum(1)
         slack = largest if slack is None else slack + largest
     assert total is not None and slack is not None
     return total.clamp_min(0.0) + 16 * torch.finfo(total.dtype).eps * slack.square()
@@ -216,13 +218,13 @@ def _product(use: Use, values: UseValues) -> Piece:
 @_rule("sum", (*CONVS, F.linear), "bias")
 def _bias(use: Use, values: UseValues) -> Piece:
     features = 1 if use.node.target in CONVS else values.grad.dim() - 1
-    return DensePiece(_sum_places(values.grad, _axis(use.node), [features]))
+    return DensePiece(_sum_places(wide(values.grad), _axis(use.node), [features]))
 
 
 @_rule("norm", (F.group_norm, F.layer_norm, F.rms_norm, F.instance_norm), "weight", "bias")
 def _norm(use: Use, values: UseValues) -> Piece:
-    args, grad, node = values.arguments, values.grad, use.node
-    x = args["input"]
+    args, grad, node = values.arguments, wide(values.grad), use.node
+    x = wide(args["input"])
     if node.target in (F.group_norm, F.instance_norm):
         features = [1]
     else:
@@ -252,7 +254,7 @@ def _embedding(use: Use, values: UseValues) -> Piece:
             )
     table, padding = values.constant, args.get("padding_idx")
     axis = _axis(use.node)
-    grad = to_samples(values.grad, axis).reshape(values.batch, -1, table.shape[1])
+    grad = to_samples(wide(values.grad), axis).reshape(values.batch, -1, table.shape[1])
     given = next(value for value in use.node.all_input_nodes if value is not use.constant)
     tokens = to_samples(args["input"], _axis(given)).reshape(values.batch, -1)
     if padding is not None:
@@ -262,7 +264,7 @@ def _embedding(use: Use, values: UseValues) -> Piece:
 
 def _expanded(use: Use, values: UseValues) -> Piece:
     """Rows that are copies of a constant, one or more per sample."""
-    grad = _single_rows(values.grad, _axis(use.node))
+    grad = _single_rows(wide(values.grad), _axis(use.node))
     shape, name = values.constant.shape, op_name(use.node)
     lead = grad.dim() - 1 - len(shape)
     fits = lead >= 0 and all(n in (1, m) for n, m in zip(shape, grad.shape[1 + lead :], strict=True))
@@ -270,8 +272,8 @@ def _expanded(use: Use, values: UseValues) -> Piece:
     if not fits or repeats:
         raise _unknown(use, f"it makes {tuple(grad.shape[1:])} per sample of {tuple(shape)}")
     summed = grad.sum([1 + d for d in range(lead)]) if lead else grad
-    wide = [1 + d for d, n in enumerate(shape) if n == 1 and summed.shape[1 + d] != 1]
-    return DensePiece(summed.sum(wide, keepdim=True) if wide else summed)
+    spread = [1 + d for d, n in enumerate(shape) if n == 1 and summed.shape[1 + d] != 1]
+    return DensePiece(summed.sum(spread, keepdim=True) if spread else summed)
 
 
 def _by_vmap(use: Use, values: UseValues) -> Piece:
@@ -311,7 +313,7 @@ def _by_vmap(use: Use, values: UseValues) -> Piece:
         raise
     except Exception as error:  # whatever vmap cannot do with the operator
         raise _unknown(use, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
-    return DensePiece(grads)
+    return DensePiece(wide(grads))
 
 
 def _unknown(use: Use, reason: str) -> PerSampleGradientError:
@@ -320,6 +322,11 @@ def _unknown(use: Use, reason: str) -> PerSampleGradientError:
         f"fails: {reason}. Fix: write that line with operators of the support matrix, or freeze the parameter by "
         "requires_grad_(False)"
     )
+
+
+def wide(x: Tensor) -> Tensor:
+    """Norms, clipping and sums are in float32 or wider, whatever the model computes in."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def _axis(node: fx.Node) -> BatchAxis:

@@ -29,6 +29,7 @@ from dpquant_compile.private.program import Inputs, PrivateProgram
 from dpquant_compile.private.trace import Plan
 from dpquant_compile.private.uses import axis_of, find_uses, read_attribute, refuse_whole_modules
 from dpquant_compile.programs import Program
+from dpquant_compile.runner import Internals
 from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Session"]
@@ -51,12 +52,14 @@ class Session:
         mean: bool,
     ) -> None:
         self.model = model
+        self.internals: Internals  # from `begin` on
         self.parameters = dict(parameters)
         self.clipping = clipping
         self.physical = physical
         self.mean = mean
         self.micro: MicroBatch | None = None
         self.dropped = 0
+        self.paid: float | None = None  # the noise multiplier that was accounted for before this logical batch was read
         self.wanted = clipping.sensitivity  # what a schedule has last set max_grad_norm to
         self._scale = 1.0  # of the clipping bounds, for as long as a sum is under way
         self._used: set[str] = set()
@@ -70,7 +73,7 @@ class Session:
 
     def begin(self) -> None:
         """Take over the model's training forwards."""
-        self._internals = self.model.attach(self)
+        self.internals = self.model.attach(self)
 
     def uses(self, name: str) -> bool:
         """Whether a parameter has gradients; what is not known yet has."""
@@ -115,7 +118,7 @@ class Session:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training forward."""
-        args, kwargs = self._internals.programs.normalise(args, kwargs)
+        args, kwargs = self.internals.programs.normalise(args, kwargs)
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
         if self._released:
@@ -124,7 +127,7 @@ class Session:
             args, kwargs = tree_map(self._blank, (args, kwargs))
         program = self._program(args, kwargs, size)
         given = bind_inputs(program.base, args, kwargs)
-        table = self._internals.begin(self.physical, self._ids(size))
+        table = self.internals.begin(self.physical, self._ids(size))
         inputs = self._inputs(program, given, size, table)
         private = self._private(program, inputs, (args, kwargs))
         call = _Call(self, private, size)
@@ -187,7 +190,7 @@ class Session:
         return torch.cat([ids, torch.full((self.physical - len(ids),), -1, dtype=torch.int64)])
 
     def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Program:
-        program: Program = self._internals.programs.get(args, kwargs, size or self.physical)
+        program: Program = self.internals.programs.get(args, kwargs, size or self.physical)
         if not program.any_batch and size not in (0, self.physical):
             raise PrivateTrainingError(
                 f"this model writes its batch size as a number, so a micro-batch of {size} cannot be padded to "
@@ -233,7 +236,7 @@ class Session:
             value, low = read_attribute(program.base, target), bool(table.policy[row])
             state = (id(value), value._version, int(table.keys[row, 0]) if low else None)
             if self._prepared.get(target, (None,))[0] != state:
-                recipe = str(self._internals.spec.recipe)
+                recipe = str(self.internals.spec.recipe)
                 call = site_call("linear", row, 0, recipe, [0, 1, 1, 0, 1, 1])
                 self._prepared[target] = (state, prepare_weight(value, table.keys, low, call))
             weights[target] = self._prepared[target][1]
@@ -244,16 +247,16 @@ class Session:
             trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
             refuse_whole_modules(program.base, trainable)
             step = partial(verify_isolation, args=call[0], kwargs=call[1])
-            run_passes(program.base, (step,), origin="track_batch", log=self._internals.programs.log)
+            run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
             uses = find_uses(program.base, trainable)
             order = tuple(name for name in self.parameters if name in uses.parameters)
-            recipe = str(self._internals.spec.recipe)
+            recipe = str(self.internals.spec.recipe)
             clipping = self.clipping
             if clipping.mode == "per_layer":
                 bounds = dict(zip(self.parameters, clipping.bounds, strict=True))
                 clipping = Clipping("per_layer", tuple(bounds[name] for name in order))
             plan = Plan(program.base, uses, clipping, order, program.rows, recipe, self.physical)
-            built = PrivateProgram(plan, inputs, self._internals.spec.inner, self._internals.programs.recorder)
+            built = PrivateProgram(plan, inputs, self.internals.spec.inner, self.internals.programs.recorder)
             self._programs[id(program)] = (program, built)
             self._used |= set(order)
         return self._programs[id(program)][1]

@@ -27,6 +27,7 @@ from dpquant_compile.private.pieces import (
     make_piece,
     piece_kind,
     pooled_norms,
+    wide,
 )
 from dpquant_compile.private.uses import Use, Uses, axis_of, named_arguments
 from dpquant_compile.sites import ConvGeometry
@@ -258,7 +259,7 @@ class Tracing(fx.Interpreter):
             part = part if use.whole else self._pull(use, name)(part)
             total = part if total is None else total + part
         parameter = self.attributes_of(name)
-        return torch.zeros_like(parameter) if total is None else total.reshape(shape)
+        return torch.zeros_like(wide(parameter)) if total is None else total.reshape(shape)
 
     def attributes_of(self, name: str) -> Tensor:
         """The value of a parameter by its one name."""
@@ -286,7 +287,8 @@ class Tracing(fx.Interpreter):
             assert isinstance(result, Tensor)
             return result
 
-        back = torch.func.vjp(constant, self.attributes_of(name))[1]
+        # In float32 also for a model in half precision: what is pulled may be a clipped sum, which must not be rounded.
+        back = torch.func.vjp(lambda parameter: wide(constant(parameter)), wide(self.attributes_of(name)))[1]
 
         def pull(grad: Tensor) -> Tensor:
             (result,) = back(grad.reshape(self.env[use.constant].shape))

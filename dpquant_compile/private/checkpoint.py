@@ -1,0 +1,118 @@
+"""Checkpoints of a private run: everything, in tensors and plain types, written whole or not at all."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dpquant_compile.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dpquant_compile.private.engine import PrivacyEngine
+
+__all__ = ["load_into", "read", "save", "state_of"]
+
+VERSION = 1
+
+
+def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
+    """What must be the same for a run to go on."""
+    made = engine.made
+    session, spec = made.session, made.session.internals.spec
+    scheduler = engine.scheduler
+    return {
+        "parameters": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in session.parameters.items()],
+        "recipe": str(spec.recipe),
+        "seed": spec.seed,
+        "clipping": session.clipping.mode,
+        "max_grad_norm": list(session.clipping.bounds),
+        "max_physical_batch_size": session.physical,
+        "sample_rate": made.loader.sample_rate,
+        "dataset size": made.loader.size,
+        "optimizer": type(made.optimizer.original_optimizer).__name__,
+        "secure_mode": engine.secure_mode,
+        "scheduler": None if scheduler is None else scheduler.config(),
+    }
+
+
+def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
+    """The state of model, optimizer, ledger, scheduler, and of every source of randomness."""
+    made = engine.made
+    micro = made.session.micro
+    if micro is not None and not micro.last:
+        raise CheckpointError(
+            "a logical batch is under way, and half a sum of gradients is no state to save: make checkpoints between "
+            "steps, best at the end of an epoch"
+        )
+    generator = made.loader.generator
+    return {
+        "version": VERSION,
+        "config": config_of(engine),
+        "model": made.session.model.state_dict(),
+        "optimizer": made.optimizer.state_dict(),
+        "ledger": engine.ledger.state_dict(),
+        "noise": made.noise.state_dict(),
+        "sampler": None if generator is None else generator.get_state(),
+        "torch": torch.get_rng_state(),
+        "step": made.session.model.step,
+        "policy": sorted(made.session.model.policy),
+        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+    }
+
+
+def load_into(engine: "PrivacyEngine", state: Mapping[str, Any]) -> None:
+    """Take a state over, or raise `CheckpointError` and change nothing.
+
+    With seeded randomness the run repeats what it had released after the checkpoint, bit for bit, so a ledger on
+    disk that is ahead is not charged again for it. In secure mode randomness is new, and everything counts.
+    """
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: load it with the release that made it"
+        )
+    own, saved = config_of(engine), dict(state["config"])
+    differing = [f"{key}: {saved.get(key)!r} saved, {own[key]!r} here" for key in own if own[key] != saved.get(key)]
+    if differing:
+        raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
+    made = engine.made
+    engine.ledger.load_state_dict(state["ledger"], replays=not engine.secure_mode)
+    made.session.model.load_state_dict(state["model"])
+    made.optimizer.load_state_dict(state["optimizer"])
+    made.noise.load_state_dict(state["noise"])
+    if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
+        made.loader.generator.set_state(state["sampler"])
+    torch.set_rng_state(state["torch"])
+    made.session.forget()
+    made.session.model.set_policy(state["policy"])
+    made.session.model.step = state["step"]
+    if engine.scheduler is not None:
+        engine.scheduler.load_state_dict(state["scheduler"])
+
+
+def save(state: Mapping[str, Any], path: str | Path) -> None:
+    """Write a file that is there whole, or not at all."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(dict(state), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A checkpoint; tensors and plain types only, so that reading one runs no code."""
+    try:
+        state = torch.load(path, weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler met
+        raise CheckpointError(f"{path} is no checkpoint that can be read: {error}") from error
+    if not isinstance(state, dict) or "dpquant" not in state:
+        raise CheckpointError(f"{path} was not written by PrivacyEngine.save_checkpoint")
+    return state

@@ -1,0 +1,203 @@
+"""Estimators: how much a policy would hurt, measured on a probe batch, with a bound on what one sample can change.
+
+An estimator gives a vector, one number per policy, whose sensitivity it states; the scheduler adds noise of `sigma`
+times that, so that `sigma` is the true noise multiplier, and divides by a public number.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.private.loader import MicroBatch
+from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.private.probe import Batch, Probe
+from dpquant_compile.private.session import Session
+
+__all__ = ["ADJACENCIES", "Estimator", "Paper", "PerSample", "Setting", "make_estimator"]
+
+ADJACENCIES = ("add_remove", "replace_one")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an analysis works on. `epoch` numbers it, `expected` is the expected size of its probe batch."""
+
+    session: Session
+    optimizer: PrivateOptimizer
+    criterion: PrivateCriterion
+    epoch: int
+    expected: float
+    groups: int
+
+
+class Estimator(Protocol):
+    """What a scheduler needs of an estimator; any object with these may be given."""
+
+    sigma: float
+
+    def sensitivity(self, adjacency: str) -> float:
+        """The most that `measure` can move between neighbouring probe batches, as a vector's norm."""
+
+    def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
+        """A number per policy, higher for what hurts more. Not private: it must not leave the scheduler."""
+
+    def divisor(self, setting: Setting) -> float:
+        """A public number that the noised vector is divided by."""
+
+
+def _check(adjacency: str) -> None:
+    if adjacency not in ADJACENCIES:
+        raise PrivacySpecError(f"adjacency={adjacency!r}: choose one of {', '.join(ADJACENCIES)}")
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """Forward only, at fixed weights: each sample's vector of loss differences, clipped to `clip`, summed.
+
+    Sensitivity is `clip` when a sample is added or removed: the weights are private already, and no sample enters
+    another's vector.
+    """
+
+    clip: float = 0.5
+    sigma: float = 2.0
+    repetitions: int = 1
+
+    def sensitivity(self, adjacency: str = "add_remove") -> float:
+        """`clip`, or twice that if one sample is replaced by another."""
+        _check(adjacency)
+        return self.clip if adjacency == "add_remove" else 2 * self.clip
+
+    def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
+        """Σᵢ clip(dᵢ), dᵢ the differences of sample i; those that are not finite count as zero."""
+        total = torch.zeros(len(policies), dtype=torch.float64)
+        internals = setting.session.internals
+        losses = setting.criterion.per_sample
+        for batch in batches:
+            vectors = torch.zeros(len(batch.ids), len(policies), dtype=torch.float64)
+            for turn in range(self.repetitions):
+                step = -1 - (setting.epoch * self.repetitions + turn)
+                probe = Probe(internals, losses, step, setting.groups)
+                vectors += probe.differences(batch, policies).double() / self.repetitions
+            norms = vectors.norm(dim=1, keepdim=True)
+            scale = (self.clip / norms.clamp_min(1e-300)).clamp(max=1.0)
+            total += torch.where(norms.isfinite(), vectors.nan_to_num(0.0, 0.0, 0.0) * scale, 0.0).sum(0)
+        return total
+
+    def divisor(self, setting: Setting) -> float:
+        """The expected size of the probe batch: the result is a mean difference of losses."""
+        return max(setting.expected, 1.0)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Algorithm 1 as written: a DP-SGD update on the probe batch under each policy, and the loss after it.
+
+    One sample touches the whole vector, which is clipped as a whole. Two neighbouring batches may give vectors on
+    opposite sides of the ball, so the sensitivity is twice `clip`, and not `clip` as published.
+    """
+
+    clip: float = 0.01
+    sigma: float = 0.5
+    repetitions: int = 2
+
+    def sensitivity(self, adjacency: str = "add_remove") -> float:
+        """2 · `clip`: the diameter of the ball that the vector is clipped to."""
+        _check(adjacency)
+        return 2 * self.clip
+
+    def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
+        """Mean loss after an update under each policy, less that after one in full precision, clipped as a vector."""
+        held = list(batches)
+        if not held:
+            return torch.zeros(len(policies), dtype=torch.float64)
+        base = self._mean(setting, frozenset(), held)
+        vector = torch.tensor([self._mean(setting, policy, held) - base for policy in policies], dtype=torch.float64)
+        if not bool(vector.isfinite().all()):
+            return torch.zeros(len(policies), dtype=torch.float64)
+        return vector * min(1.0, self.clip / max(float(vector.norm()), 1e-300))
+
+    def divisor(self, setting: Setting) -> float:
+        """1: it is a difference of mean losses already."""
+        return 1.0
+
+    def _mean(self, setting: Setting, policy: frozenset[str], batches: Sequence[Batch]) -> float:
+        runs = (self._loss(setting, policy, batches, turn) for turn in range(self.repetitions))
+        return sum(runs) / self.repetitions
+
+    def _loss(self, setting: Setting, policy: frozenset[str], batches: Sequence[Batch], turn: int) -> float:
+        session, optimizer = setting.session, setting.optimizer
+        model, wrapped = session.model, optimizer.original_optimizer
+        kept = {name: p.detach().clone() for name, p in session.parameters.items()}
+        state = copy.deepcopy(wrapped.state_dict())
+        was = (model.step, model.policy, model.training, session.dropped)
+        model.train()
+        model.set_policy(policy)
+        model.step = -1 - (setting.epoch * self.repetitions + turn)
+        try:
+            for number, batch in enumerate(batches):
+                last = number + 1 == len(batches)
+                session.announce(MicroBatch(batch.ids, first=number == 0, last=last))
+                with torch.enable_grad():
+                    setting.criterion(model(*batch.args, **batch.kwargs), batch.target).backward()
+            self._update(setting, turn)
+            return self._evaluate(setting, batches)
+        finally:
+            session.announce(None)
+            with torch.no_grad():
+                for name, value in kept.items():
+                    session.parameters[name].copy_(value)
+                    session.parameters[name].grad = None
+            wrapped.load_state_dict(state)
+            model.train(was[2])
+            model.set_policy(was[1])
+            model.step, session.dropped = was[0], was[3]
+
+    def _update(self, setting: Setting, turn: int) -> None:
+        """One step of the user's optimizer on the clipped and noised mean gradient.
+
+        The noise makes the update what training would do. It protects nothing, since its result stays in here.
+        """
+        session, optimizer = setting.session, setting.optimizer
+        generator = torch.Generator().manual_seed(hash((setting.epoch, turn)) & 0x7FFF_FFFF)
+        std = optimizer.noise_multiplier * session.sensitivity
+        for name, total in session.release().items():
+            parameter = session.parameters[name]
+            if parameter.requires_grad and session.uses(name):
+                noise = std * torch.randn(parameter.shape, generator=generator)
+                grad = noise if total is None else noise + total
+                parameter.grad = (grad / max(setting.expected, 1.0)).to(parameter.dtype)
+        optimizer.original_optimizer.step()
+
+    def _evaluate(self, setting: Setting, batches: Sequence[Batch]) -> float:
+        model = setting.session.model
+        model.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for batch in batches:
+                losses = setting.criterion.per_sample(model(*batch.args, **batch.kwargs), batch.target)
+                total, count = total + float(losses.sum()), count + len(losses)
+        return total / max(count, 1)
+
+
+def make_estimator(kind: Any, **given: Any) -> Any:
+    """An estimator by name, with the settings that are given and the defaults of its kind for the rest."""
+    if not isinstance(kind, str):
+        if any(value is not None for value in given.values()):
+            raise PrivacySpecError(
+                "an estimator of your own brings its settings with it: leave out those of the scheduler"
+            )
+        return kind
+    classes = {"per_sample": PerSample, "paper": Paper}
+    if kind not in classes:
+        raise PrivacySpecError(f"estimator={kind!r}: choose 'per_sample', 'paper', or an object with the same methods")
+    made = classes[kind](**{name: value for name, value in given.items() if value is not None})
+    for name, least in (("clip", 0.0), ("sigma", 0.0), ("repetitions", 0)):
+        if not getattr(made, name) > least:
+            raise PrivacySpecError(f"{name}={getattr(made, name)!r} of the analysis must be greater than zero")
+    return made

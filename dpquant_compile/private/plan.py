@@ -1,0 +1,211 @@
+"""`plan`: the least training noise with which training and all analyses together stay within a privacy budget."""
+
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
+from dpquant_compile.private.accounting import Entry, check_accountant, check_delta, composed_epsilon, gathered
+
+__all__ = ["Plan", "plan"]
+
+# What the scheduler's estimators measure with unless told otherwise.
+SIGMA_MEASURE = {"per_sample": 2.0, "paper": 0.5}
+PER_SAMPLE_BATCH = 512  # samples that a per-sample analysis is expected to draw
+PHYSICAL_BATCH = 128
+
+GRID = 1000  # σ is searched in steps of 1 / GRID …
+MAX_SIGMA = 1000  # … up to this: no training survives more
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that keeps its budget: with `noise_multiplier`, training and analyses together cost `epsilon`."""
+
+    noise_multiplier: float
+    epsilon: float  # of all of it, at most target_epsilon
+    epsilons: dict[str, float]  # of each purpose by itself
+    target_epsilon: float
+    delta: float
+    steps: int
+    sample_rate: float
+    analyses: int
+    analysis_rate: float  # 0.0 without analyses, as the next
+    sigma_measure: float
+    accountant: str
+
+    def __str__(self) -> str:
+        rows = [("", "steps", "q", "sigma", "epsilon")]
+        rows.append(_row("training", self.steps, self.sample_rate, self.noise_multiplier, self.epsilons["training"]))
+        if self.analyses:
+            alone = self.epsilons["analysis"]
+            rows.append(_row("analysis", self.analyses, self.analysis_rate, self.sigma_measure, alone))
+        rows.append(("together", "", "", "", f"{self.epsilon:.4f}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([*table, f"target {self.target_epsilon:g} at delta {self.delta:g}, {self.accountant}"])
+
+
+def _row(name: str, steps: int, q: float, sigma: float, epsilon: float) -> tuple[str, ...]:
+    return name, str(steps), f"{q:.6f}", f"{sigma:.3f}", f"{epsilon:.4f}"
+
+
+def plan(
+    *,
+    target_epsilon: float,
+    delta: float,
+    dataset_size: int,
+    batch_size: int,
+    epochs: int,
+    analyses: int | None = None,
+    n_interval: int = 2,
+    n_sample: int | None = None,
+    max_physical_batch_size: int | None = None,
+    sigma_measure: float | None = None,
+    estimator: str | None = "per_sample",
+    accountant: str = "prv",
+) -> Plan:
+    """The least noise multiplier, to three decimals, that keeps `epochs` epochs with their analyses in the budget.
+
+    Training makes ceil(dataset_size / batch_size) steps an epoch, each at a sampling rate of one over that (Opacus'
+    convention). An analysis follows every `n_interval` epochs but not the last epoch; `analyses` overrides their
+    number. Each draws `n_sample` physical batches of `max_physical_batch_size` in expectation. `estimator=None` or
+    `analyses=0` plans training alone. PrivacyBudgetError if no noise will do.
+    """
+    check_accountant(accountant)
+    delta = check_delta(delta)
+    size, batch, rounds = (
+        _whole("dataset_size", dataset_size),
+        _whole("batch_size", batch_size),
+        _whole("epochs", epochs),
+    )
+    loader = math.ceil(size / batch)
+    count, probe = _analyses(
+        estimator, size, batch, rounds, analyses, n_interval, n_sample, max_physical_batch_size, sigma_measure
+    )
+    measured = () if probe is None else (Entry("analysis", "subsampled_gaussian", *probe, count),)
+    if not isinstance(target_epsilon, (int, float)) or not math.isfinite(target_epsilon):
+        raise PrivacySpecError(f"target_epsilon must be a number, not {target_epsilon!r}.")
+
+    def training(sigma: float) -> Entry:
+        return Entry("training", "subsampled_gaussian", 1 / loader, sigma, rounds * loader)
+
+    def cost(kind: str, sigma: float) -> float:
+        return composed_epsilon(kind, gathered((training(sigma), *measured)), delta)
+
+    alone = composed_epsilon(accountant, gathered(measured), delta)
+    least = None if alone >= target_epsilon else _least_sigma(cost, accountant, float(target_epsilon))
+    if least is None:
+        raise PrivacyBudgetError(_impossible(float(target_epsilon), delta, rounds * loader, measured, alone))
+    epsilons = {"training": composed_epsilon(accountant, gathered((training(least),)), delta)}
+    if measured:
+        epsilons["analysis"] = alone
+    rate, noise = (0.0, 0.0) if probe is None else probe
+    return Plan(
+        noise_multiplier=least,
+        epsilon=cost(accountant, least),
+        epsilons=epsilons,
+        target_epsilon=float(target_epsilon),
+        delta=delta,
+        steps=rounds * loader,
+        sample_rate=1 / loader,
+        analyses=count,
+        analysis_rate=rate,
+        sigma_measure=noise,
+        accountant=accountant,
+    )
+
+
+def _analyses(
+    estimator: str | None,
+    size: int,
+    batch: int,
+    epochs: int,
+    analyses: int | None,
+    n_interval: int,
+    n_sample: int | None,
+    physical: int | None,
+    sigma: float | None,
+) -> tuple[int, tuple[float, float] | None]:
+    """How many analyses there are, and the (q, σ) of one; None if there are none."""
+    if estimator is not None and estimator not in SIGMA_MEASURE:
+        raise PrivacySpecError(f"estimator must be one of {', '.join(SIGMA_MEASURE)} or None, not {estimator!r}.")
+    interval = _whole("n_interval", n_interval)
+    count = (epochs - 1) // interval if analyses is None else _whole("analyses", analyses, least=0)
+    if estimator is None or not count:
+        return 0, None
+    cap = min(PHYSICAL_BATCH, batch) if physical is None else _whole("max_physical_batch_size", physical)
+    usual = 1 if estimator == "paper" else max(1, round(PER_SAMPLE_BATCH / cap))
+    drawn = usual if n_sample is None else _whole("n_sample", n_sample)
+    noise = SIGMA_MEASURE[estimator] if sigma is None else sigma
+    if not noise > 0:
+        raise PrivacySpecError(f"sigma_measure must be above 0, not {noise!r}: without noise no target can be kept.")
+    return count, (min(1.0, drawn / math.ceil(size / cap)), noise)
+
+
+def _whole(name: str, value: Any, least: int = 1) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise PrivacySpecError(f"{name} must be a whole number, not {value!r}.") from None
+    if number < least:
+        raise PrivacySpecError(f"{name} must be at least {least}, not {value!r}.")
+    return number
+
+
+def _least_sigma(cost: Callable[[str, float], float], accountant: str, target: float) -> float | None:
+    """The least σ of the grid, at most MAX_SIGMA, that costs no more than the target; None if there is none."""
+
+    def fits(kind: str) -> Callable[[int], bool]:
+        return lambda point: cost(kind, point / GRID) <= target
+
+    top = MAX_SIGMA * GRID
+    with warnings.catch_warnings():
+        # On the way the search tries noise so small that PRV fails. If the σ that is found has this, it is said then.
+        warnings.filterwarnings("ignore", message="Opacus' (PRV|RDP) accountant failed", category=RuntimeWarning)
+        if accountant != "prv":
+            point = _first(fits(accountant), 0, top)
+        else:
+            # PRV takes a second, and RDP a twentieth of it. PRV mostly needs a little less noise, so look there first.
+            guess = _first(fits("rdp"), 0, top) or top
+            low, high = 0, guess
+            below = guess - max(1, guess // 16)
+            while below > 0 and fits("prv")(below):
+                high, below = below, below - max(1, below // 8)
+            low = max(0, below)
+            point = _first(fits("prv"), low, high) or _first(fits("prv"), guess, top)
+    return None if point is None else point / GRID
+
+
+def _first(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The least point in (low, high] that fits, given that all above it do; None if `high` does not."""
+    if not fits(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _impossible(target: float, delta: float, steps: int, measured: tuple[Entry, ...], alone: float) -> str:
+    if not measured:
+        reason, change = "", "Raise target_epsilon or delta, or train for fewer epochs or with smaller batches"
+    else:
+        (entry,) = measured
+        reason = (
+            f" The {entry.steps} analyses alone (q={entry.q:.6g}, sigma_measure={entry.sigma:g}) cost ε = {alone:.6g}."
+        )
+        change = (
+            "Raise target_epsilon or sigma_measure, or make fewer analyses (a larger n_interval) or smaller ones (a "
+            "smaller n_sample)"
+        )
+    return (
+        f"No noise multiplier up to {MAX_SIGMA} keeps {steps} training steps within ε = {target:g} at δ = {delta:g}."
+        f"{reason} {change}."
+    )

@@ -1,0 +1,207 @@
+"""Probes: what a model's per-sample losses would be under other policies, at fixed weights, forward only.
+
+The graph runs once in full precision and keeps every value. For a policy only what lies behind its sites is run again.
+A weight's rounding is drawn anew for each small group of samples, so that a score does not hang on one draw; which
+group a sample is in, and all its random bits, are functions of its own id, so no sample can move another's loss.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpquant_compile.backends.ops import plain_dtypes, site_call
+from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
+from dpquant_compile.bits import fold, sample_keys, site_keys
+from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.passes.infra import bind_inputs, run_passes
+from dpquant_compile.passes.insert_switches import site_arguments
+from dpquant_compile.passes.track_batch import batch_size
+from dpquant_compile.passes.verify_isolation import verify_isolation
+from dpquant_compile.private.loader import PrivateLoader
+from dpquant_compile.runner import Internals
+
+__all__ = ["Batch", "Probe", "draw_batch", "unpack_pair"]
+
+_GROUP_KEY = 0x6F75_7073  # keeps the hash that sorts samples into groups apart from other uses of their ids
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some samples of a probe: the model's arguments, the target of the loss, and dataset indices."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    ids: Tensor
+
+
+def unpack_pair(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The default way to read a batch: (input, target)."""
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return (batch[0],), {}, batch[1]
+    raise PrivacySpecError(
+        f"the loader gives a {type(batch).__name__} that is no (input, target) pair, so an analysis does not know how "
+        "to "
+        "call the model: pass unpack= to Scheduler, a function from a batch to (args, kwargs, target)"
+    )
+
+
+def draw_batch(
+    loader: PrivateLoader,
+    rate: float,
+    uniform: Callable[[int], Tensor],
+    limit: int,
+    groups: int,
+    unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]],
+) -> Iterator[Batch]:
+    """A Poisson draw of its own from the loader's dataset, in parts of at most `limit` samples, groups together."""
+    dataset: Any = loader.dataset
+    ids = torch.nonzero(uniform(len(dataset)) < rate).flatten()
+    ids = ids[torch.argsort(group_of(ids, groups), stable=True)]
+    for start in range(0, len(ids), limit):
+        part = ids[start : start + limit]
+        rows = part.tolist()
+        many = getattr(dataset, "__getitems__", None)
+        items = many(rows) if many else [dataset[i] for i in rows]
+        assert loader.collate_fn is not None
+        args, kwargs, target = unpack(loader.collate_fn(items))
+        yield Batch(args, kwargs, target, part)
+
+
+def group_of(ids: Tensor, groups: int) -> Tensor:
+    """The rounding group of each sample: by its id alone."""
+    mixed, _ = sample_keys(torch.tensor(_GROUP_KEY), ids)
+    return (mixed.to(torch.int64) & 0x7FFF_FFFF) % groups
+
+
+class Probe:
+    """Per-sample losses of a model in evaluation mode, under policies that quantize some of its sites.
+
+    `losses(outputs, target)` gives [B]; `step` is the counter that random bits are drawn by: negative, so that no
+    training step has the same.
+    """
+
+    def __init__(self, internals: Internals, losses: Callable[[Any, Any], Tensor], step: int, groups: int) -> None:
+        self._internals = internals
+        self._losses = losses
+        self._step = step
+        self._groups = groups
+        self._proved: set[int] = set()
+
+    def differences(self, batch: Batch, policies: Sequence[frozenset[str]]) -> Tensor:
+        """loss(policy) − loss(full precision) for each sample and policy: [B, len(policies)]."""
+        model = self._internals.original
+        was = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad():
+                run = self._baseline(batch)
+                base = self._loss(run, run.values, batch)
+                columns = [self._loss(run, run.under(policy), batch) - base for policy in policies]
+        finally:
+            for module, training in was.items():
+                module.training = training
+        return torch.stack(columns, 1)
+
+    def _baseline(self, batch: Batch) -> "_Run":
+        programs = self._internals.programs
+        args, kwargs = programs.normalise(batch.args, batch.kwargs)
+        program = programs.get(args, kwargs, batch_size(args, kwargs))
+        if id(program) not in self._proved:
+            step = partial(verify_isolation, args=args, kwargs=kwargs)
+            run_passes(program.base, (step,), origin="track_batch", log=programs.log)
+            self._proved.add(id(program))
+        names = [name for name, _ in sorted(program.rows.items(), key=lambda item: item[1])]
+        keys = site_keys(self._internals.spec.seed, self._step, names)
+        recipe = str(self._internals.spec.recipe)
+        run = _Run(program.base, program.rows, recipe, keys, batch.ids, group_of(batch.ids, self._groups))
+        run.start(bind_inputs(program.base, args, kwargs))
+        return run
+
+    def _loss(self, run: "_Run", values: dict[fx.Node, Any], batch: Batch) -> Tensor:
+        losses = self._losses(run.outputs(values), batch.target)
+        return losses.to(torch.float32)
+
+
+class _Run(fx.Interpreter):
+    """One batch through one graph: in full precision once, and then what changes under a policy."""
+
+    def __init__(
+        self, gm: fx.GraphModule, rows: dict[str, int], recipe: str, keys: Tensor, ids: Tensor, groups: Tensor
+    ) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.extra_traceback = False
+        self._rows, self._recipe, self._keys, self._ids, self._group = rows, recipe, keys, ids, groups
+        self.values: dict[fx.Node, Any] = {}
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)
+
+    def start(self, inputs: Sequence[Any]) -> None:
+        """Full precision."""
+        self.run(*inputs, enable_io_processing=False)
+        self.values = dict(self.env)
+
+    def under(self, policy: Iterable[str]) -> dict[fx.Node, Any]:
+        """All values under a policy; those before its sites are the ones of the first run."""
+        chosen, changed = set(policy), dict(self.values)
+        dirty: set[fx.Node] = set()
+        graph: Any = self.module
+        for node in graph.graph.nodes:
+            site = node.meta["site"].name if "site" in node.meta else None
+            if site not in chosen and not any(source in dirty for source in node.all_input_nodes):
+                continue
+            dirty.add(node)
+            if node.op == "output":
+                continue
+            self.env = changed
+            changed[node] = self._low(node) if site in chosen else self.run_node(node)
+        return changed
+
+    def outputs(self, values: dict[fx.Node, Any]) -> Any:
+        """The model's outputs, in the form it gives them."""
+        gm: Any = self.module
+        node = next(node for node in gm.graph.nodes if node.op == "output")
+        leaves, spec = tree_flatten(node.args[0])
+        flat = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        return gm.graph._codegen.process_outputs(tree_unflatten(flat, spec))
+
+    def _low(self, node: fx.Node) -> Tensor:
+        """A site in low precision, group by group."""
+        row = self._rows[node.meta["site"].name]
+        op, site, call, geometry, axes, recipe = site_arguments(node, row, self._recipe).values()
+        spec = site_call(op, site, call, recipe, axes, geometry)
+        x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
+        low = choose_kernel(spec, x.device).kernel.arithmetic
+        with plain_dtypes(x):
+            rounded = low.input(x.to(weight.dtype), spec, Streams(self._keys, self._ids))
+            return self._by_group(spec, partial(self._product, low, spec, weight, bias), rounded)
+
+    def _by_group(self, spec: SiteCall, product: Callable[[int, Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+        marks = self._group.tolist()
+        starts = [i for i, mark in enumerate(marks) if i == 0 or marks[i - 1] != mark] + [len(marks)]
+        if spec.axis.outer != 1 or spec.output_axis.outer != 1:
+            raise PrivacySpecError(
+                "an analysis cannot take samples apart where the batch is folded behind another dimension"
+            )
+        parts = []
+        for first, last in itertools.pairwise(starts):
+            inner = spec.axis.inner
+            piece = x.narrow(spec.axis.dim, first * inner, (last - first) * inner)
+            parts.append(product(marks[first], piece, self._ids[first:last]))
+        return torch.cat(parts, spec.output_axis.dim)
+
+    def _product(
+        self, low: Any, spec: SiteCall, weight: Tensor, bias: Tensor | None, group: int, x: Tensor, ids: Tensor
+    ) -> Tensor:
+        keys = self._keys.clone()
+        keys[spec.site] = fold(keys[spec.site], group)  # another rounding of the weight for each group
+        rounded = low.weight(weight, spec, Streams(keys, ids))
+        y: Tensor = low.product(x, rounded, bias, spec, Streams(self._keys, ids))
+        return y
