@@ -45,9 +45,10 @@ __all__ = [
 
 METHODS = ("gram", "direct", "kept")
 
-# What the sums of a gram matrix, and two ways of computing one gradient, may differ by, in units of the dtype's
-# epsilon.
+# What the sums of a gram matrix may be off by, in units of the dtype's epsilon.
 _SLACK = 16.0
+# Of a norm and not of its square: the noise of a sum that is computed anew grows with the number of its terms.
+_DIRECT_SLACK = 1024.0
 # Bytes of unfolded input that are held at a time, and of per-sample gradients that are worth keeping for one weight.
 _CHUNK_BYTES = 32 << 20
 _KEPT_BYTES = 24 << 20
@@ -115,6 +116,7 @@ def sample_grads(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[in
 
 def weighted_sum(call: SiteCall, x: Tensor, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Σᵢ scaleᵢ Gᵢ by one product over the batch; `scale` goes into whichever operand is smaller."""
+    x, grad, weight = _accurate(x), _accurate(grad), _accurate(weight)
     if x.numel() < grad.numel():
         x = _scaled(x, call.axis, scale)
     else:
@@ -215,7 +217,7 @@ def squares(x: Tensor) -> Tensor:
 
 def _direct_norms(left: Tensor, right: Tensor) -> Tensor:
     grads = _products(left, right)
-    slack = (_SLACK * torch.finfo(grads.dtype).eps) ** 2
+    slack = (_DIRECT_SLACK * torch.finfo(grads.dtype).eps) ** 2
     bound = left.square().sum((2, 3)) * right.square().sum((2, 3))
     return (grads.square().sum((2, 3)) + slack * bound).sum(1)
 

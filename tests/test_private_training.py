@@ -198,9 +198,8 @@ def test_digits_are_learnt_within_epsilon_8(
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     }
     model = models.seeded(lambda: Small(1, 10, 8))
-    accuracy, epsilon = learn(model, digits, makers[name], epochs=10, batch=140, budget=budget, physical=160)
-    print(name, budget, accuracy, epsilon)
-    assert epsilon <= 8.0 and accuracy > 0.6  # chance is a tenth
+    accuracy, epsilon = learn(model, digits, makers[name], epochs=6, batch=140, budget=budget, physical=160)
+    assert epsilon <= 8.0 and accuracy > 0.8  # chance is a tenth; ten epochs give 0.95
 
 
 def data_folder() -> Path:
@@ -228,7 +227,6 @@ def test_traffic_signs_are_learnt_within_epsilon_8() -> None:
     train_set, test_set = read("gtsrb32_train.npz", 3), read("gtsrb32_test.npz", 4)
     model = models.seeded(lambda: Small(3, 43, 16))
     accuracy, epsilon = learn(
-        model, (*train_set, *test_set), lambda p: torch.optim.Adam(p, lr=0.01), epochs=4, batch=512, budget=0.75
+        model, (*train_set, *test_set), lambda p: torch.optim.Adam(p, lr=0.01), epochs=2, batch=512, budget=0.75
     )
-    print(accuracy, epsilon)
     assert epsilon <= 8.0 and accuracy > 0.1  # chance is 1/43

@@ -70,7 +70,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any]) -> None:
     """
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: load it with the release that made it"
+            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: load it with the release that "
+            "made it"
         )
     own, saved = config_of(engine), dict(state["config"])
     differing = [f"{key}: {saved.get(key)!r} saved, {own[key]!r} here" for key in own if own[key] != saved.get(key)]

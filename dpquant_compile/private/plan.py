@@ -49,7 +49,7 @@ class Plan:
         return "\n".join([*table, f"target {self.target_epsilon:g} at delta {self.delta:g}, {self.accountant}"])
 
 
-def _row(name: str, steps: int, q: float, sigma: float, epsilon: float) -> tuple[str, ...]:
+def _row(name: str, steps: int, q: float, sigma: float, epsilon: float) -> tuple[str, str, str, str, str]:
     return name, str(steps), f"{q:.6f}", f"{sigma:.3f}", f"{epsilon:.4f}"
 
 
@@ -87,8 +87,8 @@ def plan(
         estimator, size, batch, rounds, analyses, n_interval, n_sample, max_physical_batch_size, sigma_measure
     )
     measured = () if probe is None else (Entry("analysis", "subsampled_gaussian", *probe, count),)
-    if not isinstance(target_epsilon, (int, float)) or not math.isfinite(target_epsilon):
-        raise PrivacySpecError(f"target_epsilon must be a number, not {target_epsilon!r}.")
+    if not math.isfinite(target_epsilon):
+        raise PrivacySpecError(f"target_epsilon must be finite, not {target_epsilon!r}.")
 
     def training(sigma: float) -> Entry:
         return Entry("training", "subsampled_gaussian", 1 / loader, sigma, rounds * loader)
@@ -158,39 +158,44 @@ def _whole(name: str, value: Any, least: int = 1) -> int:
 
 def _least_sigma(cost: Callable[[str, float], float], accountant: str, target: float) -> float | None:
     """The least σ of the grid, at most MAX_SIGMA, that costs no more than the target; None if there is none."""
-
-    def fits(kind: str) -> Callable[[int], bool]:
-        return lambda point: cost(kind, point / GRID) <= target
-
-    top = MAX_SIGMA * GRID
     with warnings.catch_warnings():
         # On the way the search tries noise so small that PRV fails. If the σ that is found has this, it is said then.
         warnings.filterwarnings("ignore", message="Opacus' (PRV|RDP) accountant failed", category=RuntimeWarning)
-        if accountant != "prv":
-            point = _first(fits(accountant), 0, top)
-        else:
-            # PRV takes a second, and RDP a twentieth of it. PRV mostly needs a little less noise, so look there first.
-            guess = _first(fits("rdp"), 0, top) or top
-            low, high = 0, guess
-            below = guess - max(1, guess // 16)
-            while below > 0 and fits("prv")(below):
-                high, below = below, below - max(1, below // 8)
-            low = max(0, below)
-            point = _first(fits("prv"), low, high) or _first(fits("prv"), guess, top)
+        start = GRID
+        if accountant == "prv":
+            # PRV takes a second, RDP a twentieth of it, and their answers are close.
+            start = _least_point(lambda point: cost("rdp", point / GRID), target, start) or start
+        point = _least_point(lambda point: cost(accountant, point / GRID), target, start)
     return None if point is None else point / GRID
 
 
-def _first(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The least point in (low, high] that fits, given that all above it do; None if `high` does not."""
-    if not fits(high):
+def _least_point(cost: Callable[[int], float], target: float, start: int) -> int | None:
+    """The least point from 1 to MAX_SIGMA * GRID with cost(point) <= target, where the cost falls; None without one.
+
+    Near the answer the logarithm of the cost is nearly linear in that of the point, so a straight line through the
+    last two points finds it in a few steps. Every third step halves the interval, in case it is not.
+    """
+    low, high = 0, MAX_SIGMA * GRID
+    if cost(high) > target:
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
+    point, slope, turn = start, -1.0, 0
+    last: tuple[float, float] | None = None
+    while True:
+        price = cost(point)
+        low, high = (low, point) if price <= target else (point, high)
+        if high - low <= 1:
+            return high
+        turn += 1
+        here = (math.log(point), math.log(price)) if 0 < price < math.inf else None
+        if here and last and here[1] != last[1]:
+            slope = (here[1] - last[1]) / (here[0] - last[0])
+        last = here
+        if here is None or slope >= 0 or turn % 3 == 0:
+            point = math.isqrt(max(1, low) * high)
         else:
-            low = middle
-    return high
+            root = here[0] + (math.log(target) - here[1]) / slope
+            point = math.ceil(math.exp(min(root, math.log(high))))
+        point = min(max(point, low + 1), high - 1)
 
 
 def _impossible(target: float, delta: float, steps: int, measured: tuple[Entry, ...], alone: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -59,8 +59,10 @@ class PrivateProgram:
         self.prepared = tuple(
             dict.fromkeys(target for n in nodes if plan.row(n) is not None and (target := plan.prepared(n)) is not None)
         )
-        joint, primals, tangents = self._trace(example)
-        forward, backward = min_cut_rematerialization_partition(
+        joint, primals, tangents = self._trace(example, inner == "inductor")
+        # The min-cut recomputes what Inductor can fuse; a graph that is interpreted gains nothing by it.
+        cut = min_cut_rematerialization_partition if inner == "inductor" else default_partition
+        forward, backward = cut(
             joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
         )
         self._forward = compile_graph(forward, "private forward", inner, recorder)
@@ -84,7 +86,7 @@ class PrivateProgram:
         leaves = [leaf for leaf in tree_leaves(list(inputs.args)) if isinstance(leaf, Tensor)]
         return [*read, *prepared, *inputs.table, inputs.bounds, inputs.live, *leaves]
 
-    def _trace(self, example: Inputs) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
+    def _trace(self, example: Inputs, decompose: bool) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
         mode = FakeTensorMode(allow_non_fake_inputs=False)
         primals: list[Tensor] = [mode.from_tensor(value, static_shapes=True) for value in self._flat(example)]
         sizes = (len(self.attributes), len(self.prepared), 3, 1, 1)
@@ -117,6 +119,8 @@ class PrivateProgram:
             ends = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
             tangents = [torch.empty_like(end, memory_format=torch.contiguous_format).detach() for end in ends]
             first = make_fx(joint, tracing_mode="real")(primals, tangents)
+            if not decompose and not any(_mutates(node) for node in first.graph.nodes):
+                return first, primals, tangents
             functional: Callable[..., Any] = torch.func.functionalize(first, remove="mutations")
 
             def again(primals: list[Tensor], tangents: list[Tensor]) -> Any:
@@ -129,6 +133,11 @@ class PrivateProgram:
         second.graph.eliminate_dead_code()
         second.recompile()
         return second, primals, tangents
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 @contextlib.contextmanager
