@@ -1,8 +1,6 @@
 """`PrivacyEngine`: what it hands out, what it accounts, and what it refuses."""
 
-import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import models
@@ -18,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import IsolationError, PrivacySpecError
+from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.private.criterion import PrivateCriterion
 from dpquant_compile.private.optimizer import PrivateOptimizer
 
@@ -333,97 +331,51 @@ def test_state_before_make_private_is_refused() -> None:
         dpq.PrivacyEngine(accountant="rdp").state_dict()
 
 
-# Saving and resuming
+# Frozen and unused parameters
 
 
-def resumable(noise: int, policy: Any = "all", **options: Any) -> Run:
-    """Batches in the loader's order: the state of a sampler is not part of the engine's."""
-    return made(
-        optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
-        poisson_sampling=False,
-        max_physical_batch_size=4,
-        noise=noise,
-        policy=policy,
-        **options,
-    )
+class Spare(Net):
+    """A layer that forward does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
 
 
-@pytest.mark.parametrize("file", [False, True])
-def test_resumed_run_takes_the_same_steps(file: bool, tmp_path: Path) -> None:
-    whole, resumed = resumable(noise=1), resumable(noise=2, policy="none")
-    train(whole, epochs=2)
-    if file:
-        path = str(tmp_path / "checkpoint.pt")
-        whole.engine.save_checkpoint(path=path, module=whole.model, optimizer=whole.optimizer)
-        resumed.engine.load_checkpoint(path=path, module=resumed.model, optimizer=resumed.optimizer)
-    else:
-        states = [copy.deepcopy(part.state_dict()) for part in (whole.model, whole.optimizer, whole.engine)]
-        for part, state in zip((resumed.model, resumed.optimizer, resumed.engine), states, strict=True):
-            part.load_state_dict(state)
-    assert resumed.model.policy == whole.model.policy and resumed.model.step == whole.model.step > 0
-    train(whole)
-    train(resumed)
-    assert resumed.engine.accountant.history == whole.engine.accountant.history == [(1.0, 0.25, 12)]
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b), name
+def test_frozen_unused_and_foreign_parameters_stay() -> None:
+    model = models.seeded(Spare)
+    model.body.requires_grad_(False)
+    run = made(model, optimizer=lambda _: torch.optim.SGD([*model.fc.parameters(), *model.spare.parameters()], lr=0.1))
+    before = models.state(run.model)
+    train(run)
+    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"fc.weight", "fc.bias"}  # neither frozen, nor unused, nor left out of the optimizer (norm)
+    assert run.model.norm.weight.grad is None and run.model.spare.weight.grad is None
 
 
-def test_loading_an_older_state_repeats_no_noise() -> None:
-    run = resumable(noise=0)
-    state, parameters = run.engine.state_dict(), copy.deepcopy(run.model.state_dict())
-    seen = []
-    for _ in range(2):
-        run.engine.load_state_dict(state)
-        run.model.load_state_dict(parameters)
-        for x, y in run.loader:
-            run.optimizer.zero_grad()
-            (run.criterion(run.model(x), y) * 0).backward()
-            run.optimizer.step()
-            if run.engine.session.micro.last:  # type: ignore[union-attr]
-                seen.append(run.model.fc.weight.grad.clone())
-    assert len(seen) == 8
-    for i, noise in enumerate(seen):
-        assert all((noise - other).abs().max() > 1e-3 for other in seen[:i])
+def test_freezing_and_unfreezing_between_epochs() -> None:
+    run = made(policy="all")
+    train(run)
+    run.model.body.requires_grad_(False)
+    before = models.state(run.model)
+    train(run)
+    assert torch.equal(run.model.body.weight, before["body.weight"])
+    assert not torch.equal(run.model.fc.weight, before["fc.weight"])
+    run.model.body.requires_grad_(True)
+    train(run)
+    assert not torch.equal(run.model.body.weight, before["body.weight"])
 
 
-def test_runs_repeat_bit_for_bit_by_seed() -> None:
-    def final(noise: int | None, seed: int = 0) -> list[Tensor]:
-        given, model = dict(noise_generator=None) if noise is None else dict(noise=noise), models.seeded(Net)
-        torch.manual_seed(seed)  # what an engine without a generator of its own takes its seed from
-        run = made(model, policy="all", max_physical_batch_size=3, **given)
-        train(run)
-        return [p.detach() for p in run.model.parameters()]
-
-    def same(a: list[Tensor], b: list[Tensor]) -> bool:
-        return all(map(torch.equal, a, b))
-
-    assert same(final(1), final(1)) and not same(final(1), final(2))
-    assert same(final(None, 1), final(None, 1)) and not same(final(None, 1), final(None, 2))
-
-
-def test_secure_runs_are_all_different_and_resume_with_new_noise() -> None:
-    def started() -> Run:
-        return resumable(noise=0, engine=dpq.PrivacyEngine(accountant="rdp", secure_mode=True))
-
-    runs = [started(), started()]
-    for run in runs:
-        train(run)
-    first, second = (run.model.fc.weight.detach() for run in runs)
-    assert not torch.equal(first, second) and first.isfinite().all()
-    state = runs[0].engine.state_dict()
-    assert state["noise"] == {"kind": "secure"}
-    runs[1].engine.load_state_dict(state)
-    with pytest.raises(PrivacySpecError, match="same secure_mode"):
-        resumable(noise=0).engine.load_state_dict(state)
-
-
-def test_secure_poisson_batches_train() -> None:
-    torch.manual_seed(0)
-    runs = [made(engine=dpq.PrivacyEngine(accountant="rdp", secure_mode=True), n=64, batch=16) for _ in range(2)]
-    ids = []
-    for run in runs:
-        for x, y in run.loader:
-            ids.append(run.engine.session.micro.ids.tolist())  # type: ignore[union-attr]
-            run.criterion(run.model(x), y).backward()
-            run.optimizer.step()
-    assert ids[:4] != ids[4:]  # neither torch's seed nor the loader's generator has a say
+def test_parameter_that_was_frozen_for_make_private_cannot_be_trained_around_it() -> None:
+    model = models.seeded(Net)
+    model.body.requires_grad_(False)
+    run = made(model, noise_multiplier=0.0)
+    train(run)
+    model.body.requires_grad_(True)
+    before = model.body.weight.detach().clone()
+    x, y = next(iter(run.loader))
+    run.optimizer.zero_grad()
+    (run.criterion(run.model(x), y) + (x @ model.body.weight.T).sum()).backward()
+    with pytest.raises(PrivateTrainingError, match=r"was frozen.*Fix: call make_private again"):
+        run.optimizer.step()
+    assert torch.equal(model.body.weight, before)

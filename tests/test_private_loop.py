@@ -229,56 +229,6 @@ def test_samples_that_are_not_finite_add_nothing(policy: str) -> None:
     assert_same(found, sums_of(others.model))
 
 
-# Frozen and unused parameters
-
-
-class Spare(Net):
-    """A layer that forward does not call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(4, 4)
-
-
-def test_frozen_unused_and_foreign_parameters_stay() -> None:
-    model = models.seeded(Spare)
-    model.body.requires_grad_(False)
-    run = made(model, optimizer=lambda _: torch.optim.SGD([*model.fc.parameters(), *model.spare.parameters()], lr=0.1))
-    before = models.state(run.model)
-    train(run)
-    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {"fc.weight", "fc.bias"}  # neither frozen, nor unused, nor left out of the optimizer (norm)
-    assert run.model.norm.weight.grad is None and run.model.spare.weight.grad is None
-
-
-def test_freezing_and_unfreezing_between_epochs() -> None:
-    run = made(policy="all")
-    train(run)
-    run.model.body.requires_grad_(False)
-    before = models.state(run.model)
-    train(run)
-    assert torch.equal(run.model.body.weight, before["body.weight"])
-    assert not torch.equal(run.model.fc.weight, before["fc.weight"])
-    run.model.body.requires_grad_(True)
-    train(run)
-    assert not torch.equal(run.model.body.weight, before["body.weight"])
-
-
-def test_parameter_that_was_frozen_for_make_private_cannot_be_trained_around_it() -> None:
-    model = models.seeded(Net)
-    model.body.requires_grad_(False)
-    run = made(model, noise_multiplier=0.0)
-    train(run)
-    model.body.requires_grad_(True)
-    before = model.body.weight.detach().clone()
-    x, y = next(iter(run.loader))
-    run.optimizer.zero_grad()
-    (run.criterion(run.model(x), y) + (x @ model.body.weight.T).sum()).backward()
-    with pytest.raises(PrivateTrainingError, match=r"was frozen.*Fix: call make_private again"):
-        run.optimizer.step()
-    assert torch.equal(model.body.weight, before)
-
-
 # Precision
 
 

@@ -5,6 +5,7 @@ pieces, and its PRV accountant convolves them one by one (58 pieces: 26 s). Comp
 so equal mechanisms are gathered first: two pieces, about a second, and the same ε.
 """
 
+import functools
 import math
 import operator
 import warnings
@@ -13,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from opacus.accountants import create_accountant
-from opacus.accountants.analysis import gdp
+from opacus.accountants import RDPAccountant, create_accountant
+from opacus.accountants.analysis import gdp, rdp
 
 from dpquant_compile.errors import PrivacySpecError
 
@@ -237,8 +238,8 @@ def composed_epsilon(accountant: str, history: History, delta: float) -> float:
 
 # Losses beyond this overflow exp() in double precision.
 MAX_LOSS = 700.0
-# Points of the grid of privacy losses: 128 MiB per array, and PRV holds about ten. Beyond, it would take minutes.
-MAX_GRID = 2**24
+# Points of the grid of privacy losses: 64 MiB per array, of which PRV holds about ten, and up to a minute.
+MAX_GRID = 2**23
 PRV_ERROR = 0.01  # on ε; it is added to the estimate. Opacus' default, spelt out because the grid follows from it.
 
 
@@ -265,8 +266,18 @@ def _prv_epsilon(history: History, delta: float) -> float:
 
 
 def _rdp_epsilon(history: History, delta: float) -> float:
-    epsilon = _strictly(lambda: opacus_accountant("rdp", history).get_epsilon(delta), divide="raise")
-    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+    def epsilon() -> Any:
+        spent = sum(_rdp_of_one(sigma, q) * steps for sigma, q, steps in history)
+        return rdp.get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=spent, delta=delta)[0]
+
+    value = _strictly(epsilon, divide="raise")
+    return math.inf if math.isnan(value) else max(0.0, value)
+
+
+@functools.lru_cache(maxsize=64)
+def _rdp_of_one(sigma: float, q: float) -> Any:
+    """What `RDPAccountant` computes anew for every ε, though it does not depend on the number of steps."""
+    return rdp.compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=RDPAccountant.DEFAULT_ALPHAS)
 
 
 def _gdp_epsilon(history: History, delta: float) -> float:

@@ -32,6 +32,9 @@ def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
         "sample_rate": made.loader.sample_rate,
         "dataset size": made.loader.size,
         "optimizer": type(made.optimizer.original_optimizer).__name__,
+        "noise_multiplier": made.noise_multiplier,
+        "loss_reduction": made.optimizer.loss_reduction,
+        "loader": type(made.loader).__name__,
         "secure_mode": engine.secure_mode,
         "scheduler": None if scheduler is None else scheduler.config(),
     }
@@ -40,11 +43,11 @@ def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
 def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     """The state of model, optimizer, ledger, scheduler, and of every source of randomness."""
     made = engine.made
-    micro = made.session.micro
-    if micro is not None and not micro.last:
+    if made.session.micro is not None:
         raise CheckpointError(
-            "a logical batch is under way, and half a sum of gradients is no state to save: make checkpoints between "
-            "steps, best at the end of an epoch"
+            "the loop over the loader has not ended. A resumed run begins an epoch anew: with other batches, but the "
+            "noise "
+            "of those that were. Fix: make checkpoints between epochs, after the loop"
         )
     generator = made.loader.generator
     return {
@@ -56,6 +59,8 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
         "noise": made.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
         "torch": torch.get_rng_state(),
+        "noise_multiplier": made.optimizer.noise_multiplier,
+        "max_grad_norm": made.optimizer.max_grad_norm,
         "step": made.session.model.step,
         "policy": sorted(made.session.model.policy),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
@@ -85,6 +90,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any]) -> None:
     if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
         made.loader.generator.set_state(state["sampler"])
     torch.set_rng_state(state["torch"])
+    made.optimizer.noise_multiplier = state["noise_multiplier"]
+    made.optimizer.max_grad_norm = state["max_grad_norm"]
     made.session.forget()
     made.session.model.set_policy(state["policy"])
     made.session.model.step = state["step"]

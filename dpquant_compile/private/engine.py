@@ -33,13 +33,14 @@ __all__ = ["Made", "PrivacyEngine"]
 
 @dataclass(frozen=True)
 class Made:
-    """The private objects of one run; `criterion` is None if none was given."""
+    """The private objects of one run, and the noise it began with; `criterion` is None if none was given."""
 
     session: Session
     optimizer: PrivateOptimizer
     loader: PrivateLoader
     noise: GaussianStream
     criterion: PrivateCriterion | None
+    noise_multiplier: float
 
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
@@ -168,7 +169,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         )
         private.attach_step_hook(self._settle)
         session.begin()
-        self._parts = Made(session, private, loader, noise, wrapped)
+        self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier)
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 
     def make_private_with_epsilon(

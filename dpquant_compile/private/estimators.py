@@ -133,9 +133,11 @@ class Paper:
     def _loss(self, setting: Setting, policy: frozenset[str], batches: Sequence[Batch], turn: int) -> float:
         session, optimizer = setting.session, setting.optimizer
         model, wrapped = session.model, optimizer.original_optimizer
-        kept = {name: p.detach().clone() for name, p in session.parameters.items()}
+        tensors = [*model.parameters(), *model.buffers()]
+        kept = [tensor.detach().clone() for tensor in tensors]
+        modes = {module: module.training for module in model.modules()}
         state = copy.deepcopy(wrapped.state_dict())
-        was = (model.step, model.policy, model.training, session.dropped)
+        was = (model.step, model.policy, session.dropped, model.training)
         model.train()
         model.set_policy(policy)
         model.step = -1 - (setting.epoch * self.repetitions + turn)
@@ -150,13 +152,15 @@ class Paper:
         finally:
             session.announce(None)
             with torch.no_grad():
-                for name, value in kept.items():
-                    session.parameters[name].copy_(value)
-                    session.parameters[name].grad = None
+                for tensor, value in zip(tensors, kept, strict=True):
+                    tensor.copy_(value)
+                    tensor.grad = None
             wrapped.load_state_dict(state)
-            model.train(was[2])
+            model.train(was[3])
+            for module, training in modes.items():  # a layer may be in another mode than the rest
+                module.training = training
             model.set_policy(was[1])
-            model.step, session.dropped = was[0], was[3]
+            model.step, session.dropped = was[0], was[2]
 
     def _update(self, setting: Setting, turn: int) -> None:
         """One step of the user's optimizer on the clipped and noised mean gradient.
@@ -171,7 +175,8 @@ class Paper:
             if parameter.requires_grad and session.uses(name):
                 noise = std * torch.randn(parameter.shape, generator=generator)
                 grad = noise if total is None else noise + total
-                parameter.grad = (grad / max(setting.expected, 1.0)).to(parameter.dtype)
+                divisor = max(setting.expected, 1.0) if optimizer.loss_reduction == "mean" else 1.0
+                parameter.grad = (grad / divisor).to(parameter.dtype)
         optimizer.original_optimizer.step()
 
     def _evaluate(self, setting: Setting, batches: Sequence[Batch]) -> float:

@@ -1,5 +1,6 @@
 """`plan`: the least training noise with which training and all analyses together stay within a privacy budget."""
 
+import functools
 import math
 import operator
 import warnings
@@ -93,6 +94,7 @@ def plan(
     def training(sigma: float) -> Entry:
         return Entry("training", "subsampled_gaussian", 1 / loader, sigma, rounds * loader)
 
+    @functools.cache
     def cost(kind: str, sigma: float) -> float:
         return composed_epsilon(kind, gathered((training(sigma), *measured)), delta)
 
@@ -172,30 +174,26 @@ def _least_sigma(cost: Callable[[str, float], float], accountant: str, target: f
 def _least_point(cost: Callable[[int], float], target: float, start: int) -> int | None:
     """The least point from 1 to MAX_SIGMA * GRID with cost(point) <= target, where the cost falls; None without one.
 
-    Near the answer the logarithm of the cost is nearly linear in that of the point, so a straight line through the
-    last two points finds it in a few steps. Every third step halves the interval, in case it is not.
+    The logarithm of the cost is nearly linear in that of the point, so a line through both ends of the interval finds
+    the answer in a few steps. Every fourth step halves the interval, in case it is not.
     """
-    low, high = 0, MAX_SIGMA * GRID
-    if cost(high) > target:
-        return None
-    point, slope, turn = start, -1.0, 0
-    last: tuple[float, float] | None = None
+    low, high, point, turn = 0, MAX_SIGMA * GRID, start, 0
+    known: dict[int, float] = {}
     while True:
-        price = cost(point)
+        price = known[point] = cost(point)
         low, high = (low, point) if price <= target else (point, high)
-        if high - low <= 1:
+        if low == high:
+            return None  # the largest point was asked for, and costs too much
+        if high - low == 1 and high in known:
             return high
         turn += 1
-        here = (math.log(point), math.log(price)) if 0 < price < math.inf else None
-        if here and last and here[1] != last[1]:
-            slope = (here[1] - last[1]) / (here[0] - last[0])
-        last = here
-        if here is None or slope >= 0 or turn % 3 == 0:
-            point = math.isqrt(max(1, low) * high)
-        else:
-            root = here[0] + (math.log(target) - here[1]) / slope
-            point = math.ceil(math.exp(min(root, math.log(high))))
-        point = min(max(point, low + 1), high - 1)
+        guess = math.isqrt(max(1, low) * high)
+        if turn % 4 and 0 < price < math.inf:
+            slope = -1.0  # more noise by some factor, less ε by the same; better known once both ends are
+            if 0 < known.get(low, 0) < math.inf and known.get(high, 0) > 0:
+                slope = math.log(known[high] / known[low]) / math.log(high / low)
+            guess = math.ceil(min(point * (price / target) ** (-1 / slope), high))
+        point = min(max(guess, low + 1), high - 1 if high in known else high)
 
 
 def _impossible(target: float, delta: float, steps: int, measured: tuple[Entry, ...], alone: float) -> str:

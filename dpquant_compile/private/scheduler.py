@@ -103,6 +103,7 @@ class Scheduler:
         self.k = self._count(k, policies is not None)
         self._static = None if static is None else self._fixed(static)
         self._state = _State(scores=dict.fromkeys(self.policies, 0.0))
+        self._untold: EpochRecord | None = None
         self.history = History(tuple(self.made.session.model.sites.names))
         engine.scheduler = self
         self._choose(analysed=False)
@@ -124,16 +125,20 @@ class Scheduler:
         """The chance of each policy to be the first that is drawn."""
         scores = list(self._state.scores.values())
         flat = self.mode in ("pls", "static") or not isinstance(self.mode, str)
-        return dict(zip(self.policies, probabilities(scores, 0.0 if flat else self.beta, self.normalise), strict=True))
+        beta = 0.0 if flat else math.inf if self.mode == "greedy" else self.beta
+        return dict(zip(self.policies, probabilities(scores, beta, self.normalise), strict=True))
 
     def step(self) -> Policy:
         """End an epoch: analyse if it is time, and set the policy of the next. After the last epoch nothing changes."""
+        self._tell()
         self._state.epoch += 1
         due = self._due()
         if due:
             self._analyse()
         if self.epochs is None or self._state.epoch < self.epochs:
             self._choose(analysed=due)
+        else:
+            self._untold = None
         return self.made.session.model.policy
 
     def _due(self) -> bool:
@@ -154,10 +159,15 @@ class Scheduler:
             spent=tuple((e.purpose, e.q, e.sigma, e.steps) for e in ledger.entries),
         )
         self.history.add(record)
-        if self._logs:
+        self._untold = record
+
+    def _tell(self) -> None:
+        """Tell the logs of the epoch that has just run: not when its policy is set, since a resume may follow."""
+        ledger = self.engine.ledger
+        if self._logs and self._untold is not None:
             costs = {"epsilon": ledger.epsilon(self._delta), "epsilons": ledger.epsilons(self._delta)}
             for log in self._logs:
-                log.epoch({**asdict(record), **costs, "delta": self._delta})
+                log.epoch({**asdict(self._untold), **costs, "delta": self._delta})
 
     def _chosen(self) -> list[str]:
         epoch, names = self._state.epoch, list(self.policies)
@@ -285,4 +295,5 @@ class Scheduler:
         scores = {name: float(state["scores"][name]) for name in self.policies}
         self._state = _State(int(state["epoch"]), scores, int(state["analyses"]))
         self.history.load_state_dict(state["history"])
+        self._untold = self.history[-1]
         self.made.session.model.set_policy(state["policy"])

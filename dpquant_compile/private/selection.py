@@ -1,5 +1,6 @@
 """Algorithm 2 of the paper: from scores to the policies of an epoch. Post-processing: it never sees data."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -30,7 +31,10 @@ def _ranks(scores: Sequence[float]) -> list[float]:
 
 
 def probabilities(scores: Sequence[float], beta: float, how: str = "minmax") -> list[float]:
-    """π = softmax(−β v) of normalised scores: what the first of the draws follows."""
+    """π = softmax(−β v) of normalised scores: what the first of the draws follows. β may be infinite."""
+    if math.isinf(beta):
+        least = [score == min(scores) for score in scores]
+        return [float(low) / sum(least) for low in least]
     logits: Tensor = -beta * torch.tensor(normalised(scores, how), dtype=torch.float64)
     chances: list[float] = torch.softmax(logits, 0).tolist()
     return chances

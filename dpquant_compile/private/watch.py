@@ -23,7 +23,7 @@ _EVERY = 15.0
 
 
 class Log(Protocol):
-    """What a scheduler tells of each epoch when its policy is set; any object with this method may be given."""
+    """What a scheduler tells of each epoch when it has run; any object with this method may be given."""
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """`record` holds epoch, policy, probabilities, scores (noised), analysed, epsilon and epsilons by purpose."""
@@ -81,11 +81,10 @@ def progress(engine: PrivacyEngine, *, delta: float, title: str = "epoch", show:
             micro = made.session.micro
             if micro is None or not visible:
                 continue
-            samples += len(micro.ids)
+            samples += made.loader.expected_batch_size * micro.last  # the true size is a fact about the data
             now = time.perf_counter()
             if now - asked > _EVERY:
                 asked, epsilon = now, engine.get_epsilon(delta)
-            # The size of a Poisson batch is not private by itself; a rate over the epoch is close to a public number.
             rate = f"{samples / max(now - begun, 1e-9):.0f}/s"
             bar.set_postfix_str(f"ε {epsilon:.2f}, {made.session.model.policy}, {rate}", refresh=False)
             bar.update(int(micro.last))
