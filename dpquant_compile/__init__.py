@@ -10,6 +10,7 @@ from dpquant_compile.packing import decode, encode, pack4, unpack4
 from dpquant_compile.policy import Policy
 from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.private.plan import plan
 from dpquant_compile.private.scheduler import Scheduler
 from dpquant_compile.quantize import quantize
 from dpquant_compile.sites import Site, SiteTable
@@ -34,6 +35,7 @@ __all__ = [
     "format_names",
     "get_format",
     "pack4",
+    "plan",
     "quantize",
     "register_format",
     "replace_batch_norm",

@@ -280,7 +280,7 @@ def _attribute(root: nn.Module, target: Any) -> Any:
 
 def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
     """True if every tensor input kept a symbolic dimension 0 and no guard restricts it beyond "at least 2"."""
-    env = None
+    env, batches = None, set()
     for node in exported.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -290,9 +290,17 @@ def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
         if not isinstance(value.shape[0], torch.SymInt):
             return False
         env = value.shape[0].node.shape_env
+        batches.add(value.shape[0].node.expr)
     if env is None:
         return False
-    return all(_is_lower_bound(guard.expr) for guard in env.guards)
+    return all(_is_lower_bound(guard.expr) or _joins(guard.expr, batches) for guard in env.guards)
+
+
+def _joins(expr: Any, batches: set[Any]) -> bool:
+    """Whether a guard says no more than that two inputs have one batch."""
+    import sympy
+
+    return isinstance(expr, sympy.Eq) and set(expr.args) <= batches
 
 
 def _is_lower_bound(expr: Any) -> bool:

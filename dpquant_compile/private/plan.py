@@ -175,7 +175,7 @@ def _least_point(cost: Callable[[int], float], target: float, start: int) -> int
     """The least point from 1 to MAX_SIGMA * GRID with cost(point) <= target, where the cost falls; None without one.
 
     The logarithm of the cost is nearly linear in that of the point, so a line through both ends of the interval finds
-    the answer in a few steps. Every fourth step halves the interval, in case it is not.
+    the answer in a few steps. Every sixth step halves the interval, in case it is not.
     """
     low, high, point, turn = 0, MAX_SIGMA * GRID, start, 0
     known: dict[int, float] = {}
@@ -188,7 +188,7 @@ def _least_point(cost: Callable[[int], float], target: float, start: int) -> int
             return high
         turn += 1
         guess = math.isqrt(max(1, low) * high)
-        if turn % 4 and 0 < price < math.inf:
+        if turn % 6 and 0 < price < math.inf:
             slope = -1.0  # more noise by some factor, less ε by the same; better known once both ends are
             if 0 < known.get(low, 0) < math.inf and known.get(high, 0) > 0:
                 slope = math.log(known[high] / known[low]) / math.log(high / low)

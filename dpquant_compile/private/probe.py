@@ -25,6 +25,7 @@ from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.passes.verify_isolation import verify_isolation
 from dpquant_compile.private.loader import PrivateLoader
 from dpquant_compile.runner import Internals
+from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Batch", "Probe", "draw_batch", "unpack_pair"]
 
@@ -186,16 +187,13 @@ class _Run(fx.Interpreter):
     def _by_group(self, spec: SiteCall, product: Callable[[int, Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         marks = self._group.tolist()
         starts = [i for i, mark in enumerate(marks) if i == 0 or marks[i - 1] != mark] + [len(marks)]
-        if spec.axis.outer != 1 or spec.output_axis.outer != 1:
-            raise PrivacySpecError(
-                "an analysis cannot take samples apart where the batch is folded behind another dimension"
-            )
-        parts = []
+        whole, parts = _split(x, spec.axis), []
         for first, last in itertools.pairwise(starts):
-            inner = spec.axis.inner
-            piece = x.narrow(spec.axis.dim, first * inner, (last - first) * inner)
-            parts.append(product(marks[first], piece, self._ids[first:last]))
-        return torch.cat(parts, spec.output_axis.dim)
+            piece = whole.narrow(spec.axis.dim + 1, first, last - first)
+            piece = piece.flatten(spec.axis.dim, spec.axis.dim + 2)
+            parts.append(_split(product(marks[first], piece, self._ids[first:last]), spec.output_axis))
+        dim = spec.output_axis.dim
+        return torch.cat(parts, dim + 1).flatten(dim, dim + 2)
 
     def _product(
         self, low: Any, spec: SiteCall, weight: Tensor, bias: Tensor | None, group: int, x: Tensor, ids: Tensor
@@ -205,3 +203,8 @@ class _Run(fx.Interpreter):
         rounded = low.weight(weight, spec, Streams(keys, ids))
         y: Tensor = low.product(x, rounded, bias, spec, Streams(self._keys, ids))
         return y
+
+
+def _split(x: Tensor, axis: BatchAxis) -> Tensor:
+    """`x` with the dimension that holds its samples taken apart into (outer, samples, inner)."""
+    return x.unflatten(axis.dim, (axis.outer, -1, axis.inner))
