@@ -280,7 +280,8 @@ def _attribute(root: nn.Module, target: Any) -> Any:
 
 def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
     """True if every tensor input kept a symbolic dimension 0 and no guard restricts it beyond "at least 2"."""
-    env, batches = None, set()
+    env = None
+    batches: set[Any] = set()
     for node in exported.graph.nodes:
         if node.op != "placeholder":
             continue

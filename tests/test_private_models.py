@@ -1,4 +1,4 @@
-"""Real architectures: clipped sums equal those of Opacus' hooks, and in FP4 those of the reference sample by sample."""
+"""Real architectures against Opacus' hooks, FP4 against the reference, stock Opacus, and Inductor against eager."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from private import assert_close, clipped_sums, made_private, reference_sums
-from test_private_engine import FEATURES, compiled_net, made, plain_loader, train
+from test_private_engine import FEATURES, Run, compiled_net, dataset, made, plain_loader, train
+from test_private_loop import assert_same, logical_sums, still, sums_of
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
@@ -312,3 +313,38 @@ def test_batch_memory_manager_is_refused(physical: int | None) -> None:
     with pytest.raises(PrivateTrainingError, match="max_physical_batch_size"), manager as loader:
         train(run._replace(loader=loader))
     assert not run.engine.accountant.history
+
+
+# Inductor
+
+
+@pytest.fixture(scope="module")
+def inductor() -> Run:
+    """One run by Inductor for the tests that look at what was compiled."""
+    return made(compile_options=dict(backend="auto", inner="inductor"), optimizer=still, max_physical_batch_size=4)
+
+
+def test_nothing_is_compiled_anew_for_sizes_and_policies(inductor: Run) -> None:
+    logical_sums(inductor)
+    compiled = len(inductor.model.compiled_graphs)
+    assert compiled == 2  # a forward and a backward
+    sizes = set()
+    for policy in ("all", "none", ["fc"]):
+        inductor.model.set_policy(policy)
+        for x, y in inductor.loader:
+            sizes.add(len(x))
+            inductor.criterion(inductor.model(x), y).backward()
+            inductor.optimizer.step()
+    assert len(sizes) > 2 and len(inductor.model.compiled_graphs) == compiled
+
+
+@pytest.mark.parametrize("policy", ["none", "all"])
+def test_inductor_equals_eager(inductor: Run, policy: str) -> None:
+    eager = made(optimizer=still, policy=policy, max_physical_batch_size=4)
+    inductor.model.set_policy(policy)
+    x, y = dataset(4).tensors
+    for run in (eager, inductor):
+        run.engine.session.announce(None)  # type: ignore[union-attr]
+        run.model.step = 5
+        run.criterion(run.model(x), y).backward()
+    assert_same(sums_of(inductor.model), sums_of(eager.model))

@@ -28,7 +28,9 @@ __all__ = [
     "appended",
     "between",
     "check_accountant",
+    "check_count",
     "check_delta",
+    "check_number",
     "composed_epsilon",
     "gathered",
     "opacus_accountant",
@@ -61,34 +63,36 @@ class Entry:
                 f"mechanism {self.mechanism!r} cannot be accounted for: the only one known is {MECHANISM!r}. "
                 "A release by another mechanism needs its own accounting beside this ledger."
             )
-        q, sigma = _number("q", self.q), _number("sigma", self.sigma)
+        q, sigma = check_number("q", self.q), check_number("sigma", self.sigma)
         if not 0 < q <= 1:
             raise PrivacySpecError(f"q must be a sampling rate above 0 and at most 1, not {self.q!r}.")
         if not 0 <= sigma < math.inf:
             raise PrivacySpecError(f"sigma must be a finite noise multiplier of at least 0, not {self.sigma!r}.")
         object.__setattr__(self, "q", q)  # plain floats: NumPy's and torch's would not survive JSON or weights_only
         object.__setattr__(self, "sigma", sigma)
-        object.__setattr__(self, "steps", _count("steps", self.steps))
+        object.__setattr__(self, "steps", check_count("steps", self.steps))
 
     def same_spend(self, other: "Entry") -> bool:
         """Whether one spend of each is the same, however many there are."""
         return self == replace(other, steps=self.steps)
 
 
-def _number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
+    """`value` as a float, or an error that names it."""
     try:
         return float(value)
     except (TypeError, ValueError):
         raise PrivacySpecError(f"{name} must be a number, not {value!r}.") from None
 
 
-def _count(name: str, value: Any) -> int:
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int, or an error that names it if it is not whole or less than `least`."""
     try:
         count = operator.index(value)
     except TypeError:
-        count = 0
-    if isinstance(value, bool) or count < 1:
-        raise PrivacySpecError(f"{name} must be a whole number of at least 1, not {value!r}.")
+        count = least - 1
+    if isinstance(value, bool) or count < least:
+        raise PrivacySpecError(f"{name} must be a whole number of at least {least}, not {value!r}.")
     return count
 
 
@@ -135,8 +139,8 @@ class Record:
 
     def spends_of(self, run: str) -> tuple[Entry, ...]:
         spends: tuple[Entry, ...] = ()
-        ends = [start for start, _ in self.runs[1:]] + [total_steps(self.entries)]
-        for (start, name), end in zip(self.runs, ends, strict=True):
+        bounds = [*(start for start, _ in self.runs), total_steps(self.entries)]
+        for (start, name), end in zip(self.runs, bounds[1:], strict=True):
             if name == run:
                 for entry in between(self.entries, start, end):
                     spends = appended(spends, entry)
@@ -177,7 +181,7 @@ def check_accountant(accountant: str) -> None:
 
 def check_delta(delta: float, name: str = "delta") -> float:
     """`delta` as a float, or an error if it is not a probability between 0 and 1."""
-    number = _number(name, delta)
+    number = check_number(name, delta)
     if not 0 < number < 1:
         raise PrivacySpecError(
             f"{name} must lie between 0 and 1, both excluded, not {delta!r}; less than one over the size of the "

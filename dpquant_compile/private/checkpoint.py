@@ -78,6 +78,11 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any]) -> None:
             f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: load it with the release that "
             "made it"
         )
+    if engine.made.noise.position > 0:
+        raise CheckpointError(
+            "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "
+            "checkpoint right after make_private, into a new engine"
+        )
     own, saved = config_of(engine), dict(state["config"])
     differing = [f"{key}: {saved.get(key)!r} saved, {own[key]!r} here" for key in own if own[key] != saved.get(key)]
     if differing:

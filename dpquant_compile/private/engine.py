@@ -199,7 +199,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=1 / len(data_loader),
-            epochs=epochs,
+            steps=epochs * len(data_loader),
             accountant=self.accountant.mechanism(),
         )
         if self.ledger.target_epsilon is None and not self.ledger.entries:
@@ -221,8 +221,15 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Account for a training step before its data is read."""
         made = self.made
         sigma = made.optimizer.noise_multiplier
-        self.ledger.spend("training", q=made.loader.sample_rate, sigma=sigma)
+        self.spend("training", q=made.loader.sample_rate, sigma=sigma)
         made.session.paid = sigma
+
+    def spend(self, purpose: str, *, q: float, sigma: float) -> None:
+        """Record a release that is about to be made, before its data is read."""
+        if self.ledger.departs(purpose, q=q, sigma=sigma):
+            # The noise of the recorded release must not come again with other data.
+            self.made.noise.renew()
+        self.ledger.spend(purpose, q=q, sigma=sigma)
 
     def _settle(self, optimizer: PrivateOptimizer) -> None:
         """See to it that the step that is about to add noise is accounted for, with that noise."""

@@ -5,6 +5,7 @@ times that, so that `sigma` is the true noise multiplier, and divides by a publi
 """
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.private.clipping import is_number
 from dpquant_compile.private.criterion import PrivateCriterion
 from dpquant_compile.private.loader import MicroBatch
 from dpquant_compile.private.optimizer import PrivateOptimizer
@@ -202,7 +204,8 @@ def make_estimator(kind: Any, **given: Any) -> Any:
     if kind not in classes:
         raise PrivacySpecError(f"estimator={kind!r}: choose 'per_sample', 'paper', or an object with the same methods")
     made = classes[kind](**{name: value for name, value in given.items() if value is not None})
-    for name, least in (("clip", 0.0), ("sigma", 0.0), ("repetitions", 0)):
-        if not getattr(made, name) > least:
-            raise PrivacySpecError(f"{name}={getattr(made, name)!r} of the analysis must be greater than zero")
+    for name in ("clip", "sigma", "repetitions"):
+        value = getattr(made, name)
+        if not is_number(value) or not 0 < value < math.inf or (name == "repetitions" and value != int(value)):
+            raise PrivacySpecError(f"{name}={value!r} of the analysis must be a number greater than zero")
     return made

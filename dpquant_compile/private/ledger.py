@@ -27,6 +27,7 @@ from dpquant_compile.private.accounting import (
     between,
     check_accountant,
     check_delta,
+    check_number,
     composed_epsilon,
     gathered,
     opacus_accountant,
@@ -98,6 +99,10 @@ class Ledger:
         new = entry.steps - self._repeated(entry)
         if new:
             self._admit(replace(entry, steps=new))
+
+    def departs(self, purpose: str, *, q: float, sigma: float) -> bool:
+        """Whether a spend would be another than the recorded one that a resumed run is due to repeat."""
+        return bool(self._pending) and not self._repeated(Entry(purpose, "subsampled_gaussian", q, sigma, 1))
 
     def spend(
         self, purpose: str, *, q: float, sigma: float, steps: int = 1, mechanism: str = "subsampled_gaussian"
@@ -332,9 +337,10 @@ def _target(epsilon: float | None, delta: float | None) -> Target:
         )
     if epsilon is None or delta is None:
         return None, None
-    if not 0 < epsilon < math.inf:
+    number = check_number("target_epsilon", epsilon)
+    if not 0 < number < math.inf:
         raise PrivacySpecError(f"target_epsilon must be a number above 0, not {epsilon!r}.")
-    return float(epsilon), check_delta(delta, "target_delta")
+    return number, check_delta(delta, "target_delta")
 
 
 def _header(accountant: str, target: Target) -> dict[str, Any]:

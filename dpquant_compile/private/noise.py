@@ -215,6 +215,12 @@ class GaussianStream:
                 self._rekey(seed, rank)
             self._position = max(self._position, position)
 
+    def renew(self) -> None:
+        """Take a key that was never used, for a run that no longer repeats the one whose key this was."""
+        with self._lock:
+            fresh = None if self.is_secure else int.from_bytes(os.urandom(8), "big") >> 1
+            self._rekey(fresh, self._rank)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles go by `state_dict`: the key of a secure stream stays here, and a copy gets its own."""
         return _restore, (self.state_dict(),)

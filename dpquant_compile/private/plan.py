@@ -1,15 +1,20 @@
 """`plan`: the least training noise with which training and all analyses together stay within a privacy budget."""
 
-import functools
 import math
-import operator
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
-from dpquant_compile.private.accounting import Entry, check_accountant, check_delta, composed_epsilon, gathered
+from dpquant_compile.private.accounting import (
+    Entry,
+    check_accountant,
+    check_count,
+    check_delta,
+    check_number,
+    composed_epsilon,
+    gathered,
+)
 
 __all__ = ["Plan", "plan"]
 
@@ -78,30 +83,27 @@ def plan(
     """
     check_accountant(accountant)
     delta = check_delta(delta)
-    size, batch, rounds = (
-        _whole("dataset_size", dataset_size),
-        _whole("batch_size", batch_size),
-        _whole("epochs", epochs),
-    )
+    target = check_number("target_epsilon", target_epsilon)
+    if not math.isfinite(target):
+        raise PrivacySpecError(f"target_epsilon must be finite, not {target_epsilon!r}.")
+    size, batch = check_count("dataset_size", dataset_size), check_count("batch_size", batch_size)
+    rounds = check_count("epochs", epochs)
     loader = math.ceil(size / batch)
     count, probe = _analyses(
         estimator, size, batch, rounds, analyses, n_interval, n_sample, max_physical_batch_size, sigma_measure
     )
     measured = () if probe is None else (Entry("analysis", "subsampled_gaussian", *probe, count),)
-    if not math.isfinite(target_epsilon):
-        raise PrivacySpecError(f"target_epsilon must be finite, not {target_epsilon!r}.")
 
     def training(sigma: float) -> Entry:
         return Entry("training", "subsampled_gaussian", 1 / loader, sigma, rounds * loader)
 
-    @functools.cache
     def cost(kind: str, sigma: float) -> float:
         return composed_epsilon(kind, gathered((training(sigma), *measured)), delta)
 
     alone = composed_epsilon(accountant, gathered(measured), delta)
-    least = None if alone >= target_epsilon else _least_sigma(cost, accountant, float(target_epsilon))
+    least = None if alone >= target else _least_sigma(cost, accountant, target)
     if least is None:
-        raise PrivacyBudgetError(_impossible(float(target_epsilon), delta, rounds * loader, measured, alone))
+        raise PrivacyBudgetError(_impossible(target, delta, rounds * loader, measured, alone))
     epsilons = {"training": composed_epsilon(accountant, gathered((training(least),)), delta)}
     if measured:
         epsilons["analysis"] = alone
@@ -110,7 +112,7 @@ def plan(
         noise_multiplier=least,
         epsilon=cost(accountant, least),
         epsilons=epsilons,
-        target_epsilon=float(target_epsilon),
+        target_epsilon=target,
         delta=delta,
         steps=rounds * loader,
         sample_rate=1 / loader,
@@ -135,27 +137,17 @@ def _analyses(
     """How many analyses there are, and the (q, σ) of one; None if there are none."""
     if estimator is not None and estimator not in SIGMA_MEASURE:
         raise PrivacySpecError(f"estimator must be one of {', '.join(SIGMA_MEASURE)} or None, not {estimator!r}.")
-    interval = _whole("n_interval", n_interval)
-    count = (epochs - 1) // interval if analyses is None else _whole("analyses", analyses, least=0)
+    interval = check_count("n_interval", n_interval)
+    count = (epochs - 1) // interval if analyses is None else check_count("analyses", analyses, least=0)
     if estimator is None or not count:
         return 0, None
-    cap = min(PHYSICAL_BATCH, batch) if physical is None else _whole("max_physical_batch_size", physical)
+    cap = min(PHYSICAL_BATCH, batch) if physical is None else check_count("max_physical_batch_size", physical)
     usual = 1 if estimator == "paper" else max(1, round(PER_SAMPLE_BATCH / cap))
-    drawn = usual if n_sample is None else _whole("n_sample", n_sample)
-    noise = SIGMA_MEASURE[estimator] if sigma is None else sigma
+    drawn = usual if n_sample is None else check_count("n_sample", n_sample)
+    noise = SIGMA_MEASURE[estimator] if sigma is None else check_number("sigma_measure", sigma)
     if not noise > 0:
         raise PrivacySpecError(f"sigma_measure must be above 0, not {noise!r}: without noise no target can be kept.")
     return count, (min(1.0, drawn / math.ceil(size / cap)), noise)
-
-
-def _whole(name: str, value: Any, least: int = 1) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise PrivacySpecError(f"{name} must be a whole number, not {value!r}.") from None
-    if number < least:
-        raise PrivacySpecError(f"{name} must be at least {least}, not {value!r}.")
-    return number
 
 
 def _least_sigma(cost: Callable[[str, float], float], accountant: str, target: float) -> float | None:

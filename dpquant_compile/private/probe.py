@@ -207,4 +207,5 @@ class _Run(fx.Interpreter):
 
 def _split(x: Tensor, axis: BatchAxis) -> Tensor:
     """`x` with the dimension that holds its samples taken apart into (outer, samples, inner)."""
-    return x.unflatten(axis.dim, (axis.outer, -1, axis.inner))
+    parts: Tensor = x.unflatten(axis.dim, (axis.outer, -1, axis.inner))
+    return parts

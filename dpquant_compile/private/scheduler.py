@@ -187,8 +187,8 @@ class Scheduler:
 
     def _analyse(self) -> None:
         """Measure every policy, privately, and update the running scores. The spend is recorded before data is read."""
-        made, ledger = self.made, self.engine.ledger
-        ledger.spend("analysis", q=self.sample_rate, sigma=self.estimator.sigma)
+        made = self.made
+        self.engine.spend("analysis", q=self.sample_rate, sigma=self.estimator.sigma)
         expected = self.sample_rate * made.loader.size
         groups = max(1, round(expected / _GROUP_SIZE))
         assert made.criterion is not None  # checked when the scheduler was made
@@ -216,6 +216,11 @@ class Scheduler:
         return max(1.0, float(round(512 / physical))) if isinstance(self.estimator, PerSample) else 1.0
 
     def _check(self) -> None:
+        if self.made.session.internals.programs.provisional:
+            raise PrivacySpecError(
+                "which sites this model has is known when it has seen a batch: pass example_inputs= to compile(), or "
+                "call model.capture(batch) before making the scheduler"
+            )
         if isinstance(self.mode, str) and self.mode not in MODES:
             raise PrivacySpecError(
                 f"mode={self.mode!r}: choose one of {', '.join(MODES)}, or give an object with choose()"
