@@ -1,5 +1,6 @@
 """The ledger on disk: the file that is ahead of every release, and resuming."""
 
+import itertools
 import json
 import os
 import random
@@ -26,6 +27,16 @@ def spent(ledger, kind="training", **args):
 
 def counts(ledger):
     return [(entry.purpose, entry.steps) for entry in ledger.entries]
+
+
+def exhaust(ledger):
+    """Spend training steps one by one until the ledger refuses; how many it took."""
+    for steps in itertools.count():
+        try:
+            spent(ledger)
+        except PrivacyBudgetError:
+            return steps
+    return None
 
 
 # The file

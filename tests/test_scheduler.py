@@ -10,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -108,7 +109,7 @@ def test_pls_draws_k_sites_uniformly_and_anew_each_epoch() -> None:
     chosen = policies_of(scheduler, 400)
     assert scheduler.k == 2 and all(len(policy) == 2 for policy in chosen)
     assert stats.chisquare(list(Counter(chosen).values())).pvalue > 1e-3 and len(set(chosen)) == 15
-    assert set(scheduler.probabilities.values()) == {pytest.approx(1 / 6)}
+    assert list(scheduler.probabilities.values()) == pytest.approx([1 / 6] * 6)
     assert not scheduler.engine.ledger.entries and not any(record.analysed for record in scheduler.history)
     assert chosen == policies_of(dpq.Scheduler(engine_of(), mode="pls", seed=3), 400)
     assert chosen != policies_of(dpq.Scheduler(engine_of(), mode="pls", seed=4), 400)
@@ -190,7 +191,7 @@ def test_analyses_come_after_every_interval_and_never_after_the_last_epoch(
     assert len(scheduler.history) == epochs and scheduler.epoch == epochs
     training, analysis = ([e for e in engine.ledger.entries if e.purpose == p] for p in ("training", "analysis"))
     assert sum(e.steps for e in training) == 8 * epochs and {(e.q, e.sigma) for e in training} == {(1 / 8, 1.0)}
-    assert {(e.q, e.sigma, e.steps) for e in analysis} <= {(1.0, 3.0, 1)}
+    assert {(e.q, e.sigma, e.steps) for e in analysis} <= {(1 / 8, 3.0, 1)}
 
 
 def test_defaults_follow_the_estimator() -> None:
@@ -288,7 +289,7 @@ def numbers_in(value: Any) -> list[float]:
 
 
 def test_only_noised_values_are_kept_logged_or_saved(tmp_path: Path) -> None:
-    raw = [1234.5 + i for i in range(6)]
+    raw = [1234.56789 + i for i in range(6)]
     engine = engine_of()
     log = JsonlLog(tmp_path / "log.jsonl")
     scheduler = dpq.Scheduler(engine, estimator=Constant(raw, 5.0), n_interval=1, ema=1.0, logs=[log])
@@ -319,7 +320,7 @@ def test_history_is_drawn_and_kept(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in drawn)
     again = History(SITES)
     again.load_state_dict(history.state_dict())
-    assert list(again) == list(history) and again[2].spent[-1] == ("analysis", 1.0, 1.0, 1)
+    assert list(again) == list(history) and again[2].spent[-1] == ("analysis", 1 / 8, 1.0, 1)
     other = dpq.Scheduler(engine_of(), epochs=4, estimator=Constant(0.0, 1.0), n_interval=1)
     other.load_state_dict(scheduler.state_dict())
     assert other.state_dict() == scheduler.state_dict() and other.scores == scheduler.scores
@@ -360,21 +361,25 @@ ROWS = [
 def test_the_ledger_of_a_schedule_has_the_papers_epsilon(
     name: str, size: int, epochs: int, mode: str, epsilon: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spend is made when a batch is fetched, so going through the loader costs what training on it would."""
+    """A spend is made when a batch is fetched, so going through the loader costs what training on it would.
+
+    What is in the batches costs nothing, so the draws are left out, and the measurement.
+    """
+    monkeypatch.setattr(UniformWithReplacementSampler, "__iter__", lambda self: iter([[]] * len(self)))
     monkeypatch.setattr(Paper, "measure", lambda self, s, policies, batches: torch.zeros(len(policies)).double())
     engine = engine_of(Numbers(size), 1024, 128, accountant="prv")
     scheduler = dpq.Scheduler(engine, epochs=epochs, mode=mode, estimator="paper")
     for _ in range(epochs):
         for _ in engine.made.loader:
-            engine.made.loader.dataset.reads.clear()
+            pass
         scheduler.step()
     assert engine.get_epsilon(1e-5) == pytest.approx(epsilon, abs=1e-5)
     if (name, mode) == ("CIFAR-10", "dpquant"):
-        # What the published noise, σ·C on a vector that moves by 2C, really costs: a multiplier of σ/2.
+        # What the published noise, σ·C on a vector that moves by 2C, really costs: a multiplier of σ/2. (30 would be 20.40.)
         honest = dpq.Ledger("prv")
         for e in engine.ledger.entries:
             honest.spend(e.purpose, q=e.q, sigma=e.sigma / 2 if e.purpose == "analysis" else e.sigma, steps=e.steps)
-        assert honest.epsilon(1e-5) == pytest.approx(20.4, abs=0.05)
+        assert honest.epsilon(1e-5) == pytest.approx(20.27, abs=0.01)
 
 
 # What it is for
@@ -395,6 +400,7 @@ class Fragile(nn.Module):
 
 def test_a_fragile_site_is_avoided_for_hardly_any_privacy() -> None:
     size, epochs, k = 40_000, 24, 3
+    spent = set()
     for seed in range(6):
         model = models.seeded(Fragile, seed)
         x = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))
@@ -403,4 +409,5 @@ def test_a_fragile_site_is_avoided_for_hardly_any_privacy() -> None:
         scheduler = dpq.Scheduler(engine, epochs=epochs, n_interval=6, k=k, seed=seed)
         chosen = policies_of(scheduler, epochs)[6:]
         assert sum("sites.2" in policy for policy in chosen) <= 0.2 * k / 6 * len(chosen), f"seed {seed}"
-        assert 0 < engine.ledger.epsilon(1e-5, "analysis") < 0.1
+        spent.add(engine.ledger.entries)
+    assert len(spent) == 1 and 0 < engine.ledger.epsilon(1e-5, "analysis") < 0.1

@@ -70,8 +70,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.secure_mode = secure_mode
         self.dataset: Any = None
         self.ledger = Ledger(accountant, ledger_path, target_epsilon, target_delta)
+        self.ledger.caveats = self._caveats()
         self.scheduler: Any = None
         self._parts: Made | None = None
+
+    def _caveats(self) -> tuple[str, ...]:
+        if self.secure_mode:
+            return ()
+        return (
+            "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim holds "
+            "for those who do not; train with secure_mode=True what is to be released",
+        )
 
     @property
     def accountant(self) -> Any:
@@ -195,15 +204,19 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
                 "to each run",
                 stacklevel=2,
             )
-        multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=1 / len(data_loader),
-            steps=epochs * len(data_loader),
-            accountant=self.accountant.mechanism(),
-        )
+        with warnings.catch_warnings():
+            # The search tries multipliers for which the bound is loose; it is a bound all the same.
+            warnings.filterwarnings("ignore", message="Optimal order is the")
+            multiplier = get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                sample_rate=1 / len(data_loader),
+                steps=epochs * len(data_loader),
+                accountant=self.accountant.mechanism(),
+            )
         if self.ledger.target_epsilon is None and not self.ledger.entries:
             self.ledger = Ledger(self.ledger.accountant, self.ledger.path, target_epsilon, target_delta)
+            self.ledger.caveats = self._caveats()
         return self.make_private(
             module=module,
             optimizer=optimizer,

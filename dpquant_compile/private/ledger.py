@@ -59,6 +59,7 @@ class Ledger:
         self.accountant = accountant
         self.target_epsilon, self.target_delta = _target(target_epsilon, target_delta)
         self.path = None if path is None else Path(path)
+        self.caveats: tuple[str, ...] = ()  # sentences that `statement` must not leave out
         self._record = Record()
         self._run = uuid.uuid4().hex
         self._done = 0  # spends that this run has made, those that it repeated among them
@@ -194,6 +195,7 @@ class Ledger:
                 "  - what finite-precision arithmetic and the source of random bits may give away: the claim is for "
                 "exact real numbers and ideal Gaussian noise;",
                 "  - releases that were not entered here.",
+                *(f"Mind: {caveat}." for caveat in self.caveats),
             ]
         )
 
@@ -245,7 +247,9 @@ class Ledger:
 
     def _line(self, purpose: str, delta: float) -> str:
         parts = gathered(e for e in self.entries if e.purpose == purpose)
-        spent = "; ".join(f"{steps} steps at q = {q:.6g}, σ = {sigma:.6g}" for sigma, q, steps in parts)
+        spent = "; ".join(
+            f"{steps} step{'s' if steps != 1 else ''} at q = {q:.6g}, σ = {sigma:.6g}" for sigma, q, steps in parts
+        )
         return f"  - {purpose}: {spent} [ε = {_up(self.epsilon(delta, purpose))}]"
 
     def _epsilon(self, history: History, delta: float) -> float:
