@@ -121,6 +121,10 @@ class CompiledModule(nn.Module):
         self.__dict__["_private"] = runner
         return Internals(self._original, self._programs, self._spec, self._begin_private)
 
+    def is_run_by(self, runner: Runner) -> bool:
+        """Whether `runner` is the one that takes this model's training forwards now."""
+        return self.__dict__["_private"] is runner
+
     def _begin_private(self, batch: int, ids: torch.Tensor | None) -> LinkTable:
         own, self._dispatcher.sample_ids = self._dispatcher.sample_ids, ids
         self._begin(batch, True)

@@ -89,8 +89,11 @@ def strict_axis(func: Any, call: OpCall, state_of: StateOf) -> Axis:
         own, state = call.axis_of(value), state_of(value)
         if call.name in _OWN_PLACE and own is not None and own != replace(axis, dim=dim):
             return Lost("an argument carries the batch in another place than the result")
-        if own is None and (state is None or isinstance(state, Rows)) and dim >= 0 and value.shape[dim] != 1:
+        alone = value.dim() > 0 and call.name in _NO_BROADCAST  # a single row lies at the first sample alone
+        if own is None and (state is None or isinstance(state, Rows)) and dim >= 0 and (alone or value.shape[dim] != 1):
             return Lost("a constant has a row of its own for each place in the batch")
+    if call.name == "native_group_norm" and tuple(call.args[3:5]) != tuple(call.args[0].shape[:2]):
+        return Lost("aten.native_group_norm is told other sizes than its input has")
     beyond = tensors((call.args[1:], call.kwargs)) if call.name in _NORMS else []
     if any(call.axis_of(value) is not None for value in beyond):
         return Lost("a weight depends on the batch")
@@ -243,6 +246,7 @@ _ATTENTION = {
     *"_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math scaled_dot_product_attention".split(),
     *"_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_cudnn_attention".split(),
 }
+_NO_BROADCAST = {"gather", "scatter", "scatter_add"}
 _OWN_PLACE = BATCH_NORMS | _ATTENTION | {"addmm", "baddbmm"}
 _STRICT: dict[str, Callable[[OpCall, StateOf], Axis]] = {
     **dict.fromkeys(BATCH_NORMS, _batch_norm),

@@ -4,7 +4,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import models
@@ -18,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dpquant_compile as dpq
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
 from dpquant_compile.private.estimators import Paper, PerSample
-from dpquant_compile.private.history import History
-from dpquant_compile.private.watch import JsonlLog
 
 SITES = tuple(str(i) for i in range(6))
 
@@ -277,57 +274,6 @@ def test_noise_has_the_stated_multiple_of_the_sensitivity(adjacency: str, factor
     assert stats.kstest(found, "norm", (3.0 / 7.0, 1.5 * 0.2 * factor / 7.0)).pvalue > 1e-3
 
 
-def numbers_in(value: Any) -> list[float]:
-    """Every number in nested plain data and tensors."""
-    if isinstance(value, Tensor):
-        return value.double().flatten().tolist()
-    if isinstance(value, dict):
-        return [n for v in value.values() for n in numbers_in(v)]
-    if isinstance(value, list | tuple):
-        return [n for v in value for n in numbers_in(v)]
-    return [float(value)] if isinstance(value, int | float) else []
-
-
-def test_only_noised_values_are_kept_logged_or_saved(tmp_path: Path) -> None:
-    raw = [1234.56789 + i for i in range(6)]
-    engine = engine_of()
-    log = JsonlLog(tmp_path / "log.jsonl")
-    scheduler = dpq.Scheduler(engine, estimator=Constant(raw, 5.0), n_interval=1, ema=1.0, logs=[log])
-    for _ in range(3):
-        scheduler.step()
-    state = engine.state_dict()
-    places = [state["scheduler"], state, scheduler.history.state_dict(), list(scheduler.scores.values())]
-    text = log.path.read_text()
-    for value in raw:
-        assert str(value) not in text
-        assert all(abs(number - value) > 1e-4 for place in places for number in numbers_in(place))
-    fields = {"epoch", "scores", "analyses", "history", "policy"}
-    assert set(state["scheduler"]) == fields and set(state["scheduler"]["history"][0]) == {
-        *("epoch", "policy", "probabilities", "scores", "analysed", "spent")
-    }
-
-
-def test_history_is_drawn_and_kept(tmp_path: Path) -> None:
-    engine = engine_of()
-    scheduler = dpq.Scheduler(engine, epochs=4, estimator=Constant([0.1 * i for i in range(6)], 1.0), n_interval=1)
-    for _ in range(4):
-        for _ in engine.made.loader:
-            pass
-        scheduler.step()
-    history = scheduler.history
-    drawn = [history.heat_map(tmp_path / "a.png"), history.probability_plot(tmp_path / "b.png")]
-    drawn.append(history.privacy_plot(tmp_path / "c.png", 1e-5))
-    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in drawn)
-    again = History(SITES)
-    again.load_state_dict(history.state_dict())
-    assert list(again) == list(history) and again[2].spent[-1] == ("analysis", 1 / 8, 1.0, 1)
-    other = dpq.Scheduler(engine_of(), epochs=4, estimator=Constant(0.0, 1.0), n_interval=1)
-    other.load_state_dict(scheduler.state_dict())
-    assert other.state_dict() == scheduler.state_dict() and other.scores == scheduler.scores
-    with pytest.raises(PrivacySpecError, match="other policies"):
-        dpq.Scheduler(engine_of(), policies={"a": ["0"]}).load_state_dict(scheduler.state_dict())
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -375,7 +321,7 @@ def test_the_ledger_of_a_schedule_has_the_papers_epsilon(
         scheduler.step()
     assert engine.get_epsilon(1e-5) == pytest.approx(epsilon, abs=1e-5)
     if (name, mode) == ("CIFAR-10", "dpquant"):
-        # What the published noise, σ·C on a vector that moves by 2C, really costs: a multiplier of σ/2. (30 would be 20.40.)
+        # What the published noise, σ·C on a vector that moves by 2C, really costs: a multiplier of σ/2.
         honest = dpq.Ledger("prv")
         for e in engine.ledger.entries:
             honest.spend(e.purpose, q=e.q, sigma=e.sigma / 2 if e.purpose == "analysis" else e.sigma, steps=e.steps)

@@ -67,11 +67,11 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     }
 
 
-def load_into(engine: "PrivacyEngine", state: Mapping[str, Any]) -> None:
+def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> None:
     """Take a state over, or raise `CheckpointError` and change nothing.
 
-    With seeded randomness the run repeats what it had released after the checkpoint, bit for bit, so a ledger on
-    disk that is ahead is not charged again for it. In secure mode randomness is new, and everything counts.
+    With `replay` the run repeats what it had released after the checkpoint, bit for bit, so a ledger on disk that is
+    ahead is not charged again for it. Without, randomness is new, and everything counts.
     """
     if state.get("version") != VERSION:
         raise CheckpointError(
@@ -88,10 +88,12 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any]) -> None:
     if differing:
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
     made = engine.made
-    engine.ledger.load_state_dict(state["ledger"], replays=not engine.secure_mode)
+    engine.ledger.load_state_dict(state["ledger"], replays=replay)
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
     made.noise.load_state_dict(state["noise"])
+    if not replay:
+        made.noise.renew()
     if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
         made.loader.generator.set_state(state["sampler"])
     torch.set_rng_state(state["torch"])

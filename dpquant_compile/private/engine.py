@@ -10,7 +10,7 @@ from typing import Any
 import opacus
 import torch
 from opacus.accountants.utils import get_noise_multiplier
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -25,6 +25,7 @@ from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.loader import MicroBatch, PrivateLoader, private_loader, secure_uniform
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.private.releases import Releases
 from dpquant_compile.private.session import Session
 from dpquant_compile.spec import CompileSpec
 
@@ -71,6 +72,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.dataset: Any = None
         self.ledger = Ledger(accountant, ledger_path, target_epsilon, target_delta)
         self.ledger.caveats = self._caveats()
+        self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
         self.scheduler: Any = None
         self._parts: Made | None = None
 
@@ -78,8 +80,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         if self.secure_mode:
             return ()
         return (
-            "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim holds "
-            "for those who do not; train with secure_mode=True what is to be released",
+            "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim "
+            "holds for those who do not; train with secure_mode=True what is to be released",
         )
 
     @property
@@ -177,6 +179,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             secure_mode=self.secure_mode,
         )
         private.attach_step_hook(self._settle)
+        private.on_release = self.release
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier)
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
@@ -214,9 +217,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
                 steps=epochs * len(data_loader),
                 accountant=self.accountant.mechanism(),
             )
-        if self.ledger.target_epsilon is None and not self.ledger.entries:
-            self.ledger = Ledger(self.ledger.accountant, self.ledger.path, target_epsilon, target_delta)
-            self.ledger.caveats = self._caveats()
+        if self.ledger.target_epsilon is None:
+            self.ledger.set_target(target_epsilon, target_delta)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -256,22 +258,31 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             )
         session.paid = None
 
+    def release(self, values: Sequence[Tensor]) -> None:
+        """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
+        if self._releases is not None:
+            self._releases.check(*self.ledger.position, values)
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types: see `checkpoint`."""
         return checkpoint.state_of(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; call it after `make_private`, and after making the scheduler if there is one."""
-        checkpoint.load_into(self, state)
+    def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = True) -> None:
+        """Go on from `state_dict()`; call it after `make_private`, and after making the scheduler if there is one.
+
+        With `replay` the run goes through the steps since the checkpoint as before, bit for bit, and is not charged for
+        them again. Without it noise is new, and everything counts: for a run that goes on in another way.
+        """
+        checkpoint.load_into(self, state, replay and not self.secure_mode)
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
         """Write `state_dict()` to a file, whole or not at all; `checkpoint_dict` is for what else should be in it."""
         checkpoint.save({**(checkpoint_dict or {}), "dpquant": self.state_dict()}, path)
 
-    def load_checkpoint(self, *, path: Any, **ignored: Any) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote; the rest of it comes back."""
+    def load_checkpoint(self, *, path: Any, replay: bool = True, **ignored: Any) -> dict[str, Any]:
+        """Read what `save_checkpoint` wrote; the rest of it comes back. See `load_state_dict` for `replay`."""
         state = checkpoint.read(path)
-        self.load_state_dict(state.pop("dpquant"))
+        self.load_state_dict(state.pop("dpquant"), replay=replay)
         return state
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:

@@ -74,6 +74,11 @@ class Ledger:
             self._open(self.path)
 
     @property
+    def position(self) -> tuple[str, int]:
+        """The run that spends now, and how many spends it has made, repeated ones among them."""
+        return self._run, self._done
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         """All spends in order, equal neighbours merged."""
         return self._record.entries
@@ -247,9 +252,7 @@ class Ledger:
 
     def _line(self, purpose: str, delta: float) -> str:
         parts = gathered(e for e in self.entries if e.purpose == purpose)
-        spent = "; ".join(
-            f"{steps} step{'s' if steps != 1 else ''} at q = {q:.6g}, σ = {sigma:.6g}" for sigma, q, steps in parts
-        )
+        spent = "; ".join(f"{n} step{'s' * (n != 1)} at q = {q:.6g}, σ = {sigma:.6g}" for sigma, q, n in parts)
         return f"  - {purpose}: {spent} [ε = {_up(self.epsilon(delta, purpose))}]"
 
     def _epsilon(self, history: History, delta: float) -> float:

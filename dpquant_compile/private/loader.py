@@ -179,7 +179,7 @@ class PrivateLoader(DataLoader[Any]):
         self._before = before
         self.sample_rate = 1 / len(source)
         self.size = len(source.dataset)  # type: ignore[arg-type]
-        self.expected_batch_size = int(self.size * self.sample_rate)
+        self.expected_batch_size = max(1, self.size // len(source))  # not int(N · q), which rounding can put one lower
         self.max_physical_batch_size = splitter.limit
         self._splitter = splitter
         self._listener = listener

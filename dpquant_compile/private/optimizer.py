@@ -39,6 +39,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             raise PrivacySpecError(f"noise_multiplier={noise_multiplier!r}: give a finite number, zero or more")
         self.session = session
         self.noise = noise
+        # Told of noised gradients before the wrapped optimizer uses them.
+        self.on_release: Callable[[list[Tensor]], None] = lambda values: None
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -92,6 +94,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             self.step_hook(self)
         self.add_noise()
         self.scale_grad()
+        self.on_release([p.grad for p in self.session.parameters.values() if p.grad is not None])
         self._is_last_step_skipped = False
         return True
 

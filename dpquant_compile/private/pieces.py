@@ -223,6 +223,8 @@ def _bias(use: Use, values: UseValues) -> Piece:
 
 @_rule("norm", (F.group_norm, F.layer_norm, F.rms_norm, F.instance_norm), "weight", "bias")
 def _norm(use: Use, values: UseValues) -> Piece:
+    if use.node.target is F.instance_norm and not values.arguments["use_input_stats"]:
+        return _by_vmap(use, values)  # running statistics: a fixed map
     args, grad, node = values.arguments, wide(values.grad), use.node
     x = wide(args["input"])
     if node.target in (F.group_norm, F.instance_norm):

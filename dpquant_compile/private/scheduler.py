@@ -198,6 +198,7 @@ class Scheduler:
         vector = self.estimator.measure(setting, [frozenset(sites) for sites in self.policies.values()], batches)
         std = self.estimator.sigma * self.estimator.sensitivity(self.adjacency)
         noisy = (vector + std * made.noise.fill(len(vector)).double()) / self.estimator.divisor(setting)
+        self.engine.release([noisy])
         for name, value in zip(self.policies, noisy.tolist(), strict=True):
             self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
         self._state.analyses += 1

@@ -65,6 +65,7 @@ class Session:
         self._used: set[str] = set()
         self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
+        self._sums: dict[str, Tensor] = {}
         self._prepared: dict[str, tuple[Any, Tensor]] = {}
         self._open: _Call | None = None  # the last forward, until its backward
         self._spent = False  # whether this micro-batch has had its backward
@@ -89,14 +90,20 @@ class Session:
 
     def forget(self) -> None:
         """Drop sums that no step has used: a sample must not be in two steps' sums by way of a batch that was left."""
+        self._sums.clear()
         for parameter in self.parameters.values():
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self._released = True
 
     def release(self) -> dict[str, Tensor | None]:
         """The sums for a step to use, once; None for parameters that had no gradient."""
+        if not self.model.is_run_by(self):
+            raise PrivateTrainingError(
+                "this optimizer belongs to an earlier make_private: the model has been made private anew since, with a "
+                "clipping bound and an account of its own. Fix: use the optimizer that the last make_private returned"
+            )
         self._released, self._open = True, None
-        return {name: getattr(parameter, "summed_grad", None) for name, parameter in self.parameters.items()}
+        return {name: self._sums.get(name) for name in self.parameters}
 
     @property
     def rows(self) -> int | None:
@@ -144,9 +151,9 @@ class Session:
             self.forget()
             self._released = False
         for name, total in zip(call.program.plan.order, sums, strict=True):
-            parameter: Any = self.parameters[name]
-            held = parameter.summed_grad
-            parameter.summed_grad = total if held is None else held.add_(total)
+            # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+            self.parameters[name].summed_grad = self._sums[name]  # type: ignore[attr-defined]
 
     def check(self, call: "_Call") -> None:
         """Refuse a backward that would let a sample count twice."""

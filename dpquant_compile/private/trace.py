@@ -73,9 +73,22 @@ class Plan:
         geometry = None
         if node.target in CONVS:
             stride, padding, dilation, groups = node.args[3:]
+            if isinstance(padding, str):
+                padding = self._padding(node, padding)
+                if padding is None:
+                    return None
             geometry = ConvGeometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
         op = "linear" if geometry is None else f"conv{CONVS.index(node.target) + 1}d"
         return op, -1, 0, geometry_list(geometry), axis_list(axis, output), self.recipe
+
+    def _padding(self, node: fx.Node, word: str) -> tuple[int, ...] | None:
+        """ "same" or "valid" of a conv whose weight is no parameter itself, in numbers; None if it is not symmetric."""
+        weight: Any = node.args[1]
+        dilation: Any = node.args[5]
+        spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["shape"][2:], strict=True)]
+        if word == "valid":
+            return tuple(0 for _ in spans)
+        return None if any(span % 2 for span in spans) else tuple(span // 2 for span in spans)
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,7 @@ class Tracing(fx.Interpreter):
                 raise PerSampleGradientError(
                     f"node {n.name!r} takes a parameter and gives {type(result).__name__}, no tensor"
                 )
-            if not result.requires_grad:
+            if not result.requires_grad and result.is_floating_point() and torch.is_grad_enabled():
                 # The first layers: nothing before them has a gradient, and theirs is all that is wanted.
                 result = result.detach().requires_grad_()
         return result
@@ -145,11 +158,13 @@ class Tracing(fx.Interpreter):
     def private(self, outputs: Sequence[Any], tangents: Sequence[Tensor], bounds: Tensor, live: Tensor) -> Traced:
         """Go back from the gradients of the outputs to the sums of clipped gradients."""
         ends = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
-        nodes = list(dict.fromkeys(use.node for use in self.plan.uses.uses))
+        # A comparison takes a parameter too, but gives it no gradient.
+        nodes = [n for n in dict.fromkeys(use.node for use in self.plan.uses.uses) if self.env[n].requires_grad]
         grads = torch.autograd.grad(ends, [self.env[node] for node in nodes], list(tangents), allow_unused=True)
         by_node: dict[fx.Node, Any] = dict(zip(nodes, grads, strict=True))
         with torch.no_grad():
-            reached = [(use, by_node[use.node]) for use in self.plan.uses.uses if by_node[use.node] is not None]
+            found = ((use, by_node.get(use.node)) for use in self.plan.uses.uses)
+            reached = [(use, grad) for use, grad in found if grad is not None]
             pieces = {use: make_piece(use, self._values(use, grad)) for use, grad in reached}
             held = {name: self._held(name, pieces) for name in self.plan.order}
             self.ways = tuple(self._way(name, pieces, held[name]) for name in self.plan.order)

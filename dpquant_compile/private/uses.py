@@ -94,7 +94,10 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
     names = _canonical_names(gm, trainable)
     made_of: dict[fx.Node, tuple[str, ...]] = {}
     uses: list[Use] = []
+    tracked = True  # whether gradients flow here: a model may switch them off for a part of its forward
     for node in gm.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            tracked = bool(node.args[0])
         if node.op == "get_attr":
             made_of[node] = (names[str(node.target)],) if str(node.target) in names else ()
             continue
@@ -107,6 +110,9 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
                 f"parameter {made_of[constants[0]][0]!r} is written in forward ({node_source(node) or node.name}); a "
                 "private gradient needs parameters that only the optimizer changes"
             )
+        if not tracked or op_name(node) in ("detach", "detach_"):
+            made_of[node] = ()
+            continue
         if axis_of(node) is None:
             made_of[node] = tuple(dict.fromkeys(name for source in constants for name in made_of[source]))
             continue

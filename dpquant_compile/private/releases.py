@@ -1,0 +1,62 @@
+"""Releases: fingerprints of noised values, by which a resumed run is seen to repeat the one that was interrupted.
+
+A resumed run goes through the steps since its checkpoint again, with the same noise, and is not charged for them twice.
+That is right only if it releases the very same values. With a changed learning rate, other data or other code it would
+add the same noise to another sum, and the difference of the two would be bare. So each release leaves a fingerprint in
+a file
+beside the ledger, and a repetition that differs is stopped before anything uses it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.errors import PrivateTrainingError
+
+__all__ = ["Releases", "fingerprint"]
+
+
+def fingerprint(values: Sequence[Tensor]) -> str:
+    """64 bits of the values' own bits; quick, and meant for accidents, not for attacks."""
+    total = 0
+    for value in values:
+        bits = value.detach().to(torch.float32).contiguous().view(torch.int32)
+        total = (total * 0x100000001B3 + int(bits.sum(dtype=torch.int64))) % (1 << 64)
+    return f"{total:016x}"
+
+
+class Releases:
+    """The fingerprints of runs, in a file that is only ever added to. Lines are: run, number of the release,
+    fingerprint.
+
+    A line that a crash cut short counts for nothing: that release never got past it.
+    """
+
+    def __init__(self, ledger: Path) -> None:
+        self.path = ledger.with_name(f"{ledger.name}.releases")
+        self._known: dict[tuple[str, int], str] = {}
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                run, _, rest = line.partition(" ")
+                number, _, value = rest.partition(" ")
+                if number.isdigit() and len(value) == 16:
+                    self._known[run, int(number)] = value
+
+    def check(self, run: str, number: int, values: Sequence[Tensor]) -> None:
+        """Note a release, or raise if it was made before and differs."""
+        value, key = fingerprint(values), (run, number)
+        if key not in self._known:
+            self._known[key] = value
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{run} {number} {value}\n")
+        elif self._known[key] != value:
+            raise PrivateTrainingError(
+                f"this resumed run does not repeat the interrupted one: release {number} since it began has other "
+                "values, and "
+                "would carry the same noise. Something changed: the learning rate, the data, the loss, the code, or "
+                "the "
+                "number of threads. Fix: resume as it was, or load the checkpoint with replay=False, which takes new "
+                "noise and charges the steps since the checkpoint again"
+            )

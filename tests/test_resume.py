@@ -1,0 +1,346 @@
+"""Checkpoints: a run that is killed again and again ends where an uninterrupted one does, bit for bit.
+
+As a program, this file is the run: `python test_resume.py FOLDER` trains, or goes on, and leaves its result in FOLDER.
+"""
+
+import copy
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpquant_compile as dpq
+from dpquant_compile.errors import CheckpointError, LedgerError
+
+EPOCHS, DELTA = 6, 1e-5
+
+
+class Net(nn.Module):
+    """Four sites, and dropout, whose masks come from torch's global generator; [B, 6] to 3 classes."""
+
+    def __init__(self, width: int = 8, frozen: int = 4) -> None:
+        super().__init__()
+        self.body, self.drop = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width)), nn.Dropout(0.2)
+        self.side, self.fc = nn.Linear(6, width), nn.Linear(width, 3)
+        self.register_buffer("table", torch.ones(frozen))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.drop(torch.relu(self.body(x) + self.side(x)))) * self.table.mean()
+
+
+def engine_of(
+    folder: Path | None = None,
+    *,
+    model: Callable[[], nn.Module] = Net,
+    samples: int = 96,
+    secure: bool = False,
+    optimizer: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
+    compile_options: dict[str, Any] | None = None,
+    schedule: dict[str, Any] | None = None,
+    **options: Any,
+) -> dpq.PrivacyEngine:
+    """A run before its first step; with `schedule` None it has no scheduler."""
+    torch.manual_seed(5)
+    compiled = dpq.compile(
+        model(), **{"budget": 2, "backend": "reference", "inner": "eager", **(compile_options or {})}
+    )
+    path = None if folder is None else folder / "ledger.json"
+    engine = dpq.PrivacyEngine(accountant="rdp", secure_mode=secure, ledger_path=path)
+    x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
+    engine.make_private(
+        module=compiled.train(),
+        optimizer=optimizer(compiled.parameters()),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(
+            TensorDataset(x, (x[:, 0] > 0).long()), batch_size=12, generator=torch.Generator().manual_seed(2)
+        ),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "max_physical_batch_size": 8, **options},
+        **({} if secure else {"noise_generator": torch.Generator().manual_seed(3)}),
+    )
+    if schedule is not None:
+        dpq.Scheduler(engine, **{"epochs": EPOCHS, "n_interval": 1, "n_sample": 4, **schedule})
+    return engine
+
+
+def epoch(engine: dpq.PrivacyEngine) -> None:
+    """One epoch and the scheduler's step; each step is told, for whoever watches."""
+    made = engine.made
+    for x, y in made.loader:
+        made.optimizer.zero_grad()
+        made.criterion(made.session.model(x), y).backward()
+        made.optimizer.step()
+        print("step", flush=True)
+    if engine.scheduler is not None:
+        print("analysis", flush=True)
+        engine.scheduler.step()
+
+
+def result_of(engine: dpq.PrivacyEngine) -> dict[str, Any]:
+    """What two runs are compared by, without what names them; a copy, since training goes on in the same tensors."""
+    state = copy.deepcopy(engine.state_dict())
+    ledger = {"entries": [repr(entry) for entry in engine.ledger.entries], "epsilon": engine.get_epsilon(DELTA)}
+    return {**{name: state[name] for name in state if name != "ledger"}, "ledger": ledger}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of nested plain data, tensors bit for bit."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def main(folder: Path) -> None:
+    """Train from the last checkpoint on, or from the start."""
+    torch.set_num_threads(1)
+    engine = engine_of(folder, schedule={})
+    path = folder / "checkpoint.pt"
+    if path.exists():
+        engine.load_checkpoint(path=path)
+    else:
+        engine.save_checkpoint(path=path)  # before anything is spent: from here on a restart is a replay
+    while engine.scheduler.epoch < EPOCHS:
+        epoch(engine)
+        engine.save_checkpoint(path=path)
+        print("saved", flush=True)
+    torch.save(result_of(engine), folder / "result.pt")
+
+
+# Killed and started again
+
+
+def start(folder: Path) -> "subprocess.Popen[str]":
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def killed_after(folder: Path, lines: int, delay: float) -> list[str]:
+    """Start the run, let it print some lines, and kill it a moment later; returns what it had printed."""
+    child, seen = start(folder), []
+    assert child.stdout is not None
+    for line in child.stdout:
+        seen.append(line.strip())
+        if len(seen) == lines:
+            timer = threading.Timer(delay, child.kill)  # SIGKILL: no handler, no clean-up
+            timer.start()
+            seen += [rest.strip() for rest in child.stdout]
+            timer.join()
+            break
+    child.communicate()
+    assert child.returncode == -9, "it ended before it was killed"
+    return seen
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole")  # beside the others
+    chance, folder = random.Random(17), tmp_path / "killed"
+    # Of about 17 lines an epoch: in the first epoch, in later ones, and within reach of an analysis and a checkpoint.
+    for lines in (chance.randint(2, 12), chance.randint(18, 40), 17, chance.randint(3, 30)):
+        killed_after(folder, lines, chance.random() * 0.15)
+        assert not (folder / "result.pt").exists()
+    # Restarts would have had to spend about twice as much, had they been charged: compare the ledger on disk, too.
+    child = start(folder)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
+    _, errors = whole.communicate(timeout=120)
+    assert whole.returncode == 0, errors
+    first, second = (torch.load(tmp_path / name / "result.pt", weights_only=True) for name in ("whole", "killed"))
+    assert [name for name in first if not same(first[name], second[name])] == []
+    assert len(first["scheduler"]["history"]) == EPOCHS and first["scheduler"]["analyses"] == EPOCHS - 1
+    on_disk = [dpq.Ledger.read(tmp_path / name / "ledger.json") for name in ("whole", "killed")]
+    assert on_disk[0].entries == on_disk[1].entries
+    assert sum(e.steps for e in on_disk[0].entries if e.purpose == "training") == 8 * EPOCHS
+
+
+# In one process
+
+
+def test_a_checkpoint_is_plain_and_brings_everything_back(tmp_path: Path) -> None:
+    first = engine_of(schedule={})
+    epoch(first)
+    first.save_checkpoint(path=tmp_path / "c.pt", checkpoint_dict={"note": "of mine"})
+    saved = result_of(first)
+    epoch(first)
+    assert set(torch.load(tmp_path / "c.pt", weights_only=True)) == {"note", "dpquant"}
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]  # no temporary file is left
+    second = engine_of(schedule={})
+    torch.manual_seed(99)
+    assert second.load_checkpoint(path=tmp_path / "c.pt") == {"note": "of mine"}
+    assert same(result_of(second), saved)
+    epoch(second)
+    assert same(result_of(second), result_of(first))
+
+
+def test_schedules_of_noise_and_clipping_are_in_it() -> None:
+    first = engine_of()
+    epoch(first)
+    first.made.optimizer.noise_multiplier, first.made.optimizer.max_grad_norm = 0.7, 0.25
+    state = copy.deepcopy(first.state_dict())
+    epoch(first)
+    second = engine_of()
+    second.load_state_dict(state)
+    assert (second.made.optimizer.noise_multiplier, second.made.optimizer.max_grad_norm) == (0.7, 0.25)
+    epoch(second)
+    assert same(result_of(second), result_of(first))
+
+
+def test_a_replay_is_not_charged_and_what_follows_is(tmp_path: Path) -> None:
+    first = engine_of(tmp_path, schedule={})
+    epoch(first)
+    first.save_checkpoint(path=tmp_path / "c.pt")
+    epoch(first)
+    entries, state = first.ledger.entries, result_of(first)
+    second = engine_of(tmp_path, schedule={})
+    second.load_checkpoint(path=tmp_path / "c.pt")
+    assert second.ledger.entries == entries  # what was spent stays spent
+    epoch(second)
+    assert second.ledger.entries == entries and same(result_of(second), state)
+    epoch(second)
+    assert second.get_epsilon(DELTA) > first.get_epsilon(DELTA)
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_secure_mode_charges_everything_again(tmp_path: Path, on_disk: bool) -> None:
+    folder = tmp_path if on_disk else None
+    first = engine_of(folder, secure=True, schedule={})
+    epoch(first)
+    first.save_checkpoint(path=tmp_path / "c.pt")
+    at_checkpoint = first.get_epsilon(DELTA)
+    epoch(first)
+    beyond = first.get_epsilon(DELTA)
+    second = engine_of(folder, secure=True, schedule={})
+    second.load_checkpoint(path=tmp_path / "c.pt")
+    assert second.get_epsilon(DELTA) == (beyond if on_disk else at_checkpoint)
+    weights = [first, second]
+    epoch(second)
+    steps = sum(e.steps for e in second.ledger.entries if e.purpose == "training")
+    assert steps == (24 if on_disk else 16) and second.get_epsilon(DELTA) >= beyond
+    # The randomness is new, so this is another release than the first run's.
+    a, b = (dict(engine.made.session.model.named_parameters()) for engine in weights)
+    assert not any(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_no_checkpoint_while_a_loop_is_under_way(tmp_path: Path) -> None:
+    engine = engine_of(samples=96, max_physical_batch_size=4)
+    refused = 0
+    for x, y in engine.made.loader:
+        engine.made.criterion(engine.made.session.model(x), y).backward()
+        engine.made.optimizer.step()
+        with pytest.raises(CheckpointError, match="between epochs"):
+            engine.save_checkpoint(path=tmp_path / "c.pt")
+        refused += 1
+    assert refused > 8 and not any(tmp_path.iterdir())
+    engine.save_checkpoint(path=tmp_path / "c.pt")
+
+
+def test_an_engine_that_has_trained_does_not_go_back() -> None:
+    engine = engine_of()
+    state = engine.state_dict()
+    epoch(engine)
+    before = result_of(engine)
+    with pytest.raises(CheckpointError, match="trained already"):
+        engine.load_state_dict(state)
+    assert same(result_of(engine), before)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": lambda: Net(width=6)}, "body.0.weight"),
+    "buffer": ({"model": lambda: Net(frozen=5)}, "table"),
+    "optimizer": ({"optimizer": lambda p: torch.optim.Adam(p, lr=0.1)}, "'SGD' saved, 'Adam' here"),
+    "format": ({"compile_options": {"format": "uniform4"}}, "recipe: 'luq_fp4.*uniform4"),
+    "rounding seed": ({"compile_options": {"seed": 8}}, "seed: 0 saved, 8 here"),
+    "clipping": ({"max_grad_norm": 1.0}, r"max_grad_norm: \[0.5\] saved, \[1.0\] here"),
+    "noise": ({"noise_multiplier": 2.0}, "noise_multiplier: 1.0 saved, 2.0 here"),
+    "data": ({"samples": 97}, "dataset size: 96 saved, 97 here"),
+    "micro-batches": ({"max_physical_batch_size": 12}, "max_physical_batch_size: 8 saved, 12 here"),
+    "schedule": ({"schedule": {"beta": 3.0}}, "scheduler"),
+    "no schedule": ({"schedule": None}, "scheduler"),
+    "secure mode": ({"secure": True}, "secure_mode: False saved, True here"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    engine = engine_of(schedule={})
+    epoch(engine)
+    return engine.state_dict()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(name: str, trained: dict[str, Any]) -> None:
+    options, message = OTHERS[name]
+    engine = engine_of(**{"schedule": {}, **options})
+    before = result_of(engine)
+    with pytest.raises(CheckpointError, match=message):
+        engine.load_state_dict(trained)
+    after = result_of(engine)
+    noise = before.pop("noise"), after.pop("noise")
+    assert same(before, after) and noise[0] == noise[1]
+
+
+def test_broken_checkpoints_are_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
+    engine = engine_of(schedule={})
+    before = result_of(engine)
+    with pytest.raises(CheckpointError, match="version 99"):
+        engine.load_state_dict({**trained, "version": 99})
+    for missing in ("optimizer", "noise", "config"):
+        with pytest.raises(CheckpointError):
+            engine.load_state_dict({key: value for key, value in trained.items() if key != missing})
+    source = engine_of(schedule={})
+    source.save_checkpoint(path=tmp_path / "c.pt")
+    data = (tmp_path / "c.pt").read_bytes()
+    for size in (0, 10, len(data) // 2, len(data) - 1):
+        (tmp_path / "cut.pt").write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.pt"):
+            engine.load_checkpoint(path=tmp_path / "cut.pt")
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    for path in (tmp_path / "other.pt", tmp_path / "nowhere.pt"):
+        with pytest.raises(CheckpointError, match=path.name):
+            engine.load_checkpoint(path=path)
+    assert same(result_of(engine), before)
+
+
+def test_a_ledger_of_another_run_is_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
+    engine = engine_of(tmp_path, schedule={})
+    before = models_state(engine)
+    with pytest.raises((LedgerError, CheckpointError), match="different runs"):
+        engine.load_state_dict(trained)
+    assert same(models_state(engine), before)
+
+
+def models_state(engine: dpq.PrivacyEngine) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in engine.made.session.model.state_dict().items()}
+
+
+def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    engine.save_checkpoint(path=tmp_path / "c.pt")
+    old = (tmp_path / "c.pt").read_bytes()
+    epoch(engine)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        engine.save_checkpoint(path=tmp_path / "c.pt")
+    assert (tmp_path / "c.pt").read_bytes() == old
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
