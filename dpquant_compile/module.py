@@ -167,8 +167,7 @@ class CompiledModule(nn.Module):
         To resume, set it to the value it had when the checkpoint was made; set it too where parameters change unseen,
         through `parameter.data`.
         """
-        changed = self._original.training and self._dispatcher.changed(self._original.parameters())
-        return self._dispatcher.step + changed
+        return self._dispatcher.step + self._dispatcher.changed(self._original.parameters())
 
     @step.setter
     def step(self, value: int) -> None:

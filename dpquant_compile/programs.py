@@ -166,6 +166,15 @@ class Programs:
         return tuple(n for n in bound if self._signature.parameters[n].default is not inspect.Parameter.empty)
 
     def _prepare(self, kind: tuple[Hashable, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
+        # torch runs an encoder layer in eval() as one operator, in which there are no sites.
+        quick = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return self._prepared(kind, args, kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(quick)
+
+    def _prepared(self, kind: tuple[Hashable, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         gm, any_batch, traced = self._trace(self._given(args, kwargs)), True, False
         if not isinstance(gm, CaptureError):
             wrong = _disagreement(self.original, gm, args, kwargs)

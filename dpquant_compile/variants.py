@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpquant_compile import pipeline
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import NotCapturedError
-from dpquant_compile.passes.infra import bind_inputs, op_name
+from dpquant_compile.passes.infra import bind_inputs, draws_random
 from dpquant_compile.passes.insert_switches import LINK_TABLE
 from dpquant_compile.passes.split_blocks import block_key, lift_tensors, split_blocks
 from dpquant_compile.policy import Policy
@@ -53,7 +53,7 @@ class _Variant:
         gm = pipeline.specialised(program.base, table, policy, program.rows, recipe, programs.log)
         lifted, self.names = lift_tensors(gm, lambda name: tuple(self._read(name).shape))
         self.graph = split_blocks(lifted, programs.original)
-        self.random = any(_draws(node) for node in gm.graph.nodes)
+        self.random = any(draws_random(node) for node in gm.graph.nodes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flat = bind_inputs(self.owner, args, kwargs)
@@ -234,8 +234,3 @@ def _copy(value: Tensor) -> Tensor:
     if isinstance(value, nn.Parameter):
         return nn.Parameter(copied, requires_grad=value.requires_grad)
     return copied.requires_grad_(value.requires_grad)
-
-
-def _draws(node: fx.Node) -> bool:
-    name = op_name(node)
-    return any(word in name for word in ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu"))

@@ -291,7 +291,8 @@ def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
         if not isinstance(value.shape[0], torch.SymInt):
             return False
         env = value.shape[0].node.shape_env
-        batches.add(value.shape[0].node.expr)
+        # Under both names: where Dynamo has found two to be equal, it has put one in the place of the other.
+        batches |= {value.shape[0].node.expr, value.shape[0].node._expr}
     if env is None:
         return False
     return all(_is_lower_bound(guard.expr) or _joins(guard.expr, batches) for guard in env.guards)

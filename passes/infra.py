@@ -29,6 +29,7 @@ __all__ = [
     "bind_inputs",
     "clean_path",
     "copy_graph",
+    "draws_random",
     "graph_module_over",
     "node_source",
     "op_name",
@@ -141,6 +142,12 @@ def op_name(node: fx.Node) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else node.op
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    name = op_name(node)
+    return any(word in name for word in ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu"))
 
 
 def run_passes(

@@ -133,7 +133,10 @@ def test_per_sample_is_the_sum_of_clipped_differences() -> None:
     for i in range(len(IDS)):
         one = rows(batch, [i])
         # Steps of an analysis are negative and its own: no training step or other analysis has the same bits.
-        turns = [Probe(setting.session.internals, cross_entropy, -1 - (2 * EPOCH + turn), GROUPS) for turn in (0, 1)]
+        turns = [
+            Probe(setting.session.internals, cross_entropy, -1 - (2 * EPOCH + turn), GROUPS, setting.session.physical)
+            for turn in (0, 1)
+        ]
         vector = torch.stack([probe.differences(one, policies)[0] for probe in turns]).double().mean(0)
         total += vector * min(1.0, 0.02 / float(vector.norm()))
     torch.testing.assert_close(estimator.measure(setting, policies, parts(batch)), total, rtol=1e-4, atol=1e-7)

@@ -135,7 +135,9 @@ def test_differences_are_those_of_a_whole_run_under_each_policy(net: str, fmt: s
     names = run.model.sites.names
     batch = ordered(batch_of(torch.randn(len(IDS), *shape), IDS))
     policies = [frozenset({name}) for name in names] + [frozenset(names[:2]), frozenset(names), frozenset()]
-    got = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS).differences(batch, policies)
+    got = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical).differences(
+        batch, policies
+    )
     for i, sample in enumerate(batch.ids.tolist()):
         for j, policy in enumerate(policies):
             with torch.no_grad():
@@ -155,7 +157,7 @@ def test_a_policy_costs_the_same_in_any_company() -> None:
     run = internals_of(models.seeded(models.GroupNormNet), (3, 8, 8))
     policies = [frozenset({name}) for name in run.model.sites.names]
     batch = ordered(batch_of(torch.randn(8, 3, 8, 8), IDS, 5))
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS)
+    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
     together = probe.differences(batch, policies)
     alone = torch.cat([probe.differences(batch, [policy]) for policy in policies], 1)
     backwards = probe.differences(batch, policies[::-1]).flip(1)
@@ -167,7 +169,9 @@ def test_another_step_rounds_anew() -> None:
     run = internals_of(models.seeded(Convs), (2, 6, 6))
     batch, everything = ordered(batch_of(torch.randn(8, 2, 6, 6), IDS)), [frozenset(run.model.sites.names)]
     first, second = (
-        Probe(run.engine.session.internals, cross_entropy, step, GROUPS).differences(batch, everything)
+        Probe(run.engine.session.internals, cross_entropy, step, GROUPS, run.engine.session.physical).differences(
+            batch, everything
+        )
         for step in (-7, -8)
     )
     assert (first != second).all()
@@ -178,7 +182,7 @@ def test_fast_kernels_measure_what_the_reference_measures() -> None:
     for backend in ("reference", "auto"):
         run = internals_of(models.seeded(Convs), (2, 6, 6), backend=backend)
         policies = [frozenset({name}) for name in run.model.sites.names]
-        probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS)
+        probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
         found.append(probe.differences(ordered(batch_of(x, IDS)), policies))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=2e-5)
 
@@ -243,7 +247,7 @@ def test_a_sample_has_the_same_differences_in_any_batch(net: str) -> None:
     names = run.model.sites.names
     policies = [*(frozenset({name}) for name in names), frozenset(names)]
     x = torch.randn(len(IDS), *shape, generator=torch.Generator().manual_seed(4))
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS)
+    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
     places: dict[int, Tensor] = {}
     for change in OUTLIERS.values():
         changed = x.clone()
@@ -260,7 +264,7 @@ def test_a_sample_has_the_same_differences_in_any_batch(net: str) -> None:
 def test_samples_also_keep_their_differences_where_groups_do_not_lie_together() -> None:
     run = internals_of(models.seeded(Convs), (2, 6, 6))
     policies = [frozenset(run.model.sites.names)]
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS)
+    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
     mixed = batch_of(torch.randn(8, 2, 6, 6), IDS)
     order = torch.argsort(group_of(mixed.ids, GROUPS), stable=True)
     a, b = probe.differences(mixed, policies)[order], probe.differences(rows(mixed, order.tolist()), policies)
@@ -275,7 +279,9 @@ def test_groups_are_a_function_of_the_id_and_share_one_rounding_of_the_weights()
     # Inputs of ±1 lie on the grid whatever their bits, so here a difference comes from the weights' rounding alone.
     run = internals_of(models.seeded(lambda: nn.Sequential(nn.Linear(6, 3))), (6,))
     batch = Batch((torch.ones(64, 6),), {}, torch.zeros(64, dtype=torch.int64), torch.arange(64))
-    got = Probe(run.engine.session.internals, cross_entropy, STEP, 7).differences(batch, [frozenset({"0"})])[:, 0]
+    got = Probe(run.engine.session.internals, cross_entropy, STEP, 7, len(batch.ids)).differences(
+        batch, [frozenset({"0"})]
+    )[:, 0]
     seen = {int(g): got[groups[:64] == g] for g in range(7)}
     assert all((values - values[0]).abs().max() < 1e-6 for values in seen.values())
     assert len({round(float(values[0]), 4) for values in seen.values()}) == 7
@@ -308,7 +314,7 @@ def test_a_probe_leaves_no_trace_and_does_not_drop_out() -> None:
         run.model.step,
         {n: m.training for n, m in model.named_modules()},
     )
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS)
+    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
     policies = [frozenset({"body"}), frozenset({"fc"})]
     first, second = probe.differences(batch, policies), probe.differences(batch, policies)
     assert torch.equal(first, second) and first.any() and not first.requires_grad
@@ -328,7 +334,9 @@ def test_modes_come_back_also_when_the_loss_raises() -> None:
         raise RuntimeError("no loss today")
 
     with pytest.raises(RuntimeError, match="no loss today"):
-        Probe(run.engine.session.internals, fails, STEP, GROUPS).differences(batch_of(torch.randn(8, 6), IDS), [])
+        Probe(run.engine.session.internals, fails, STEP, GROUPS, run.engine.session.physical).differences(
+            batch_of(torch.randn(8, 6), IDS), []
+        )
     assert all(module.training for module in run.engine.session.internals.original.modules())
 
 

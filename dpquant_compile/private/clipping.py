@@ -71,17 +71,20 @@ class Clipping:
         """The largest norm that one sample can add: what the noise is scaled by."""
         return math.sqrt(sum(bound * bound for bound in self.bounds))
 
-    def factors(self, norms: Sequence[Tensor], bounds: Tensor, live: Tensor) -> tuple[list[Tensor], Tensor]:
+    def factors(
+        self, norms: Sequence[Tensor], bounds: Tensor, live: Tensor, places: Sequence[int]
+    ) -> tuple[list[Tensor], Tensor]:
         """The factor of each sample for each parameter, and how many samples were left out.
 
-        `norms` are squared norms [B], one tensor per parameter; `bounds` are the numbers of this step, `live` tells
+        `norms` are squared norms [B], one tensor per parameter; `bounds` are the numbers of this step, of which that of
+        parameter i is at `places[i]` where each has its own; `live` tells
         samples from padding. A sample whose gradient is not finite gets NaN, which `Piece.weighted` takes for "leave
         out".
         """
         total = torch.stack(list(norms)).sum(0)
         finite = total.isfinite()
         if self.mode == "per_layer":
-            scales = [self._scale(norm, bounds[i]) for i, norm in enumerate(norms)]
+            scales = [self._scale(norm, bounds[place]) for norm, place in zip(norms, places, strict=True)]
         else:
             scales = [self._scale(total, bounds[0])] * len(norms)
         zero = torch.zeros((), dtype=total.dtype, device=total.device)

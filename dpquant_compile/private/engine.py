@@ -22,7 +22,7 @@ from dpquant_compile.private import checkpoint
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.criterion import PrivateCriterion
 from dpquant_compile.private.ledger import Ledger
-from dpquant_compile.private.loader import MicroBatch, PrivateLoader, private_loader, secure_uniform
+from dpquant_compile.private.loader import MicroBatch, PoissonLoader, PrivateLoader, private_loader, secure_uniform
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
 from dpquant_compile.private.releases import Releases
@@ -76,10 +76,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.scheduler: Any = None
         self._parts: Made | None = None
 
-    def _caveats(self) -> tuple[str, ...]:
+    def _caveats(self, poisson: bool = True) -> tuple[str, ...]:
+        chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
+        shuffled = () if poisson else (chosen,)
         if self.secure_mode:
-            return ()
+            return shuffled
         return (
+            *shuffled,
             "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim "
             "holds for those who do not; train with secure_mode=True what is to be released",
         )
@@ -180,6 +183,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         )
         private.attach_step_hook(self._settle)
         private.on_release = self.release
+        self.ledger.caveats = self._caveats(poisson_sampling)
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier)
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
@@ -236,7 +240,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Account for a training step before its data is read."""
         made = self.made
         sigma = made.optimizer.noise_multiplier
-        self.spend("training", q=made.loader.sample_rate, sigma=sigma)
+        # Only a Poisson draw makes a sample's presence a matter of chance.
+        drawn = isinstance(made.loader, PoissonLoader) and not made.session.by_hand
+        self.spend("training", q=made.loader.sample_rate if drawn else 1.0, sigma=sigma)
         made.session.paid = sigma
 
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:

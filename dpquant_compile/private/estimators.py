@@ -84,7 +84,7 @@ class PerSample:
             vectors = torch.zeros(len(batch.ids), len(policies), dtype=torch.float64)
             for turn in range(self.repetitions):
                 step = -1 - (setting.epoch * self.repetitions + turn)
-                probe = Probe(internals, losses, step, setting.groups)
+                probe = Probe(internals, losses, step, setting.groups, setting.session.physical)
                 vectors += probe.differences(batch, policies).double() / self.repetitions
             norms = vectors.norm(dim=1, keepdim=True)
             scale = (self.clip / norms.clamp_min(1e-300)).clamp(max=1.0)

@@ -24,6 +24,8 @@ from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.passes.verify_isolation import verify_isolation
 from dpquant_compile.private.loader import PrivateLoader
+from dpquant_compile.private.session import padded, real_rows
+from dpquant_compile.private.uses import axis_of
 from dpquant_compile.runner import Internals
 from dpquant_compile.sites import BatchAxis
 
@@ -85,11 +87,15 @@ class Probe:
     """Per-sample losses of a model in evaluation mode, under policies that quantize some of its sites.
 
     `losses(outputs, target)` gives [B]; `step` is the counter that random bits are drawn by: negative, so that no
-    training step has the same.
+    training step has the same. Batches are padded to `physical` rows: how many samples were drawn, which a model may
+    look at, is then a public number.
     """
 
-    def __init__(self, internals: Internals, losses: Callable[[Any, Any], Tensor], step: int, groups: int) -> None:
+    def __init__(
+        self, internals: Internals, losses: Callable[[Any, Any], Tensor], step: int, groups: int, physical: int
+    ) -> None:
         self._internals = internals
+        self._physical = physical
         self._losses = losses
         self._step = step
         self._groups = groups
@@ -121,8 +127,19 @@ class Probe:
         names = [name for name, _ in sorted(program.rows.items(), key=lambda item: item[1])]
         keys = site_keys(self._internals.spec.seed, self._step, names)
         recipe = str(self._internals.spec.recipe)
-        run = _Run(program.base, program.rows, recipe, keys, batch.ids, group_of(batch.ids, self._groups))
-        run.start(bind_inputs(program.base, args, kwargs))
+        size = len(batch.ids)
+        if not program.any_batch and size != self._physical:
+            raise PrivacySpecError(
+                f"this model writes its batch size as a number, so {size} samples cannot be padded to "
+                f"{self._physical}. Fix: take sizes from x.shape in forward()"
+            )
+        missing, groups = self._physical - size, group_of(batch.ids, self._groups)
+        ids = torch.cat([batch.ids, torch.full((missing,), -1, dtype=torch.int64)])
+        groups = torch.cat([groups, groups[-1:].expand(missing)])  # with the last one, whose rounding they then share
+        run = _Run(program.base, program.rows, recipe, keys, ids, groups, size)
+        placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
+        given = zip(placeholders, bind_inputs(program.base, args, kwargs), strict=True)
+        run.start([padded(node, value, size, self._physical) for node, value in given])
         return run
 
     def _loss(self, run: "_Run", values: dict[fx.Node, Any], batch: Batch) -> Tensor:
@@ -134,11 +151,19 @@ class _Run(fx.Interpreter):
     """One batch through one graph: in full precision once, and then what changes under a policy."""
 
     def __init__(
-        self, gm: fx.GraphModule, rows: dict[str, int], recipe: str, keys: Tensor, ids: Tensor, groups: Tensor
+        self,
+        gm: fx.GraphModule,
+        rows: dict[str, int],
+        recipe: str,
+        keys: Tensor,
+        ids: Tensor,
+        groups: Tensor,
+        size: int,
     ) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.extra_traceback = False
         self._rows, self._recipe, self._keys, self._ids, self._group = rows, recipe, keys, ids, groups
+        self._size = size
         self.values: dict[fx.Node, Any] = {}
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -170,8 +195,11 @@ class _Run(fx.Interpreter):
         gm: Any = self.module
         node = next(node for node in gm.graph.nodes if node.op == "output")
         leaves, spec = tree_flatten(node.args[0])
-        flat = [values[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        flat = [self._real(leaf, values[leaf]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
         return gm.graph._codegen.process_outputs(tree_unflatten(flat, spec))
+
+    def _real(self, node: fx.Node, value: Any) -> Any:
+        return real_rows(value, axis_of(node), self._size) if isinstance(value, Tensor) else value
 
     def _low(self, node: fx.Node) -> Tensor:
         """A site in low precision, group by group."""

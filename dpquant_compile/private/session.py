@@ -32,7 +32,7 @@ from dpquant_compile.programs import Program
 from dpquant_compile.runner import Internals
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["Session"]
+__all__ = ["Session", "padded", "real_rows"]
 
 
 class Session:
@@ -66,6 +66,7 @@ class Session:
         self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
         self._sums: dict[str, Tensor] = {}
+        self.by_hand = False  # whether samples are in the sums that the loader did not draw
         self._prepared: dict[str, tuple[Any, Tensor]] = {}
         self._open: _Call | None = None  # the last forward, until its backward
         self._spent = False  # whether this micro-batch has had its backward
@@ -85,12 +86,15 @@ class Session:
     def announce(self, micro: MicroBatch | None) -> None:
         """What the loader is about to hand out; None at the end of an iteration."""
         self.micro, self._open, self._spent = micro, None, False
+        if micro is None:
+            self.paid = None  # for a batch that was not used; what comes by hand is another
         if micro is None or micro.first:
             self.forget()
 
     def forget(self) -> None:
         """Drop sums that no step has used: a sample must not be in two steps' sums by way of a batch that was left."""
         self._sums.clear()
+        self.by_hand = False
         for parameter in self.parameters.values():
             parameter.summed_grad = None  # type: ignore[attr-defined]
         self._released = True
@@ -150,6 +154,7 @@ class Session:
         if self._released:
             self.forget()
             self._released = False
+        self.by_hand |= self.micro is None
         for name, total in zip(call.program.plan.order, sums, strict=True):
             # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
@@ -212,24 +217,12 @@ class Session:
 
     def _inputs(self, program: Program, given: Sequence[Any], size: int, table: LinkTable) -> Inputs:
         placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
-        args = [self._padded(node, value, size) for node, value in zip(placeholders, given, strict=True)]
+        args = [padded(node, value, size, self.physical) for node, value in zip(placeholders, given, strict=True)]
         device = table.keys.device
         real = 0 if self.micro is not None and len(self.micro.ids) == 0 else size
         live = torch.arange(self.physical, device=device) < real
         bounds = torch.tensor([bound * self._scale for bound in self.clipping.bounds], device=device)
         return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
-
-    def _padded(self, node: fx.Node, value: Any, size: int) -> Any:
-        """A batch of the program's size: rows past the end repeat the first, so that they hold sensible numbers."""
-        leaves, spec = tree_flatten(value)
-        missing = self.physical - size if size else 0
-        if not missing:
-            return value
-        filled = [
-            torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])]) if batched else leaf
-            for leaf, batched in zip(leaves, node.meta["batch_leaves"], strict=True)
-        ]
-        return tree_unflatten(filled, spec)
 
     def _weights(self, program: Program, table: LinkTable) -> dict[str, Tensor]:
         """The sites' weights, rounded where the policy asks for it; kept until the optimizer steps."""
@@ -258,11 +251,8 @@ class Session:
             uses = find_uses(program.base, trainable)
             order = tuple(name for name in self.parameters if name in uses.parameters)
             recipe = str(self.internals.spec.recipe)
-            clipping = self.clipping
-            if clipping.mode == "per_layer":
-                bounds = dict(zip(self.parameters, clipping.bounds, strict=True))
-                clipping = Clipping("per_layer", tuple(bounds[name] for name in order))
-            plan = Plan(program.base, uses, clipping, order, program.rows, recipe, self.physical)
+            places = tuple(list(self.parameters).index(name) for name in order)
+            plan = Plan(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
             built = PrivateProgram(plan, inputs, self.internals.spec.inner, self.internals.programs.recorder)
             self._programs[id(program)] = (program, built)
             self._used |= set(order)
@@ -324,13 +314,27 @@ def _unpadded(base: fx.GraphModule, private: PrivateProgram, flat: Sequence[Tens
     leaves, spec = tree_flatten(output.args[0])
     values = iter(flat)
     result = [
-        _rows(next(values), axis_of(leaf), size) if constant is private.TENSOR else constant
+        real_rows(next(values), axis_of(leaf), size) if constant is private.TENSOR else constant
         for leaf, constant in zip(leaves, private.outputs, strict=True)
     ]
     return base.graph._codegen.process_outputs(tree_unflatten(result, spec))
 
 
-def _rows(value: Tensor, axis: BatchAxis | None, size: int) -> Tensor:
+def padded(node: fx.Node, value: Any, size: int, physical: int) -> Any:
+    """An argument for `physical` samples: rows past the end repeat the first, so that they hold sensible numbers."""
+    leaves, spec = tree_flatten(value)
+    missing = physical - size if size else 0
+    if not missing:
+        return value
+    filled = [
+        torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])]) if batched else leaf
+        for leaf, batched in zip(leaves, node.meta["batch_leaves"], strict=True)
+    ]
+    return tree_unflatten(filled, spec)
+
+
+def real_rows(value: Tensor, axis: BatchAxis | None, size: int) -> Tensor:
+    """An output without the rows of padding."""
     if axis is None:
         return value
     dim = axis.dim % value.dim()

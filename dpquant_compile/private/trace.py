@@ -15,7 +15,7 @@ from dpquant_compile.backends.ops import axis_list, geometry_list
 from dpquant_compile.backends.per_sample import choose_method
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.passes.canonicalize import CONVS
-from dpquant_compile.passes.infra import op_name
+from dpquant_compile.passes.infra import draws_random, node_source, op_name
 from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.pieces import (
@@ -46,6 +46,7 @@ class Plan:
     uses: Uses
     clipping: Clipping
     order: tuple[str, ...]
+    places: tuple[int, ...]
     rows: Mapping[str, int]
     recipe: str
     batch: int
@@ -169,7 +170,7 @@ class Tracing(fx.Interpreter):
             held = {name: self._held(name, pieces) for name in self.plan.order}
             self.ways = tuple(self._way(name, pieces, held[name]) for name in self.plan.order)
             norms = [self._norms(name, pieces, held[name], live) for name in self.plan.order]
-            factors, dropped = self.plan.clipping.factors(norms, bounds, live)
+            factors, dropped = self.plan.clipping.factors(norms, bounds, live, self.plan.places)
             sums = [
                 self._sum(name, pieces, held[name], factor)
                 for name, factor in zip(self.plan.order, factors, strict=True)
@@ -313,7 +314,7 @@ class Tracing(fx.Interpreter):
         return pull
 
     def _between(self, constant: fx.Node, name: str) -> list[fx.Node]:
-        """The nodes from a parameter to a constant, in order."""
+        """The nodes from a parameter to a constant, in order. Others that the constant needs are read as they were."""
         wanted: set[fx.Node] = set()
         stack = [constant]
         while stack:
@@ -321,4 +322,16 @@ class Tracing(fx.Interpreter):
             if node not in wanted and node.op in ("call_function", "call_method"):
                 wanted.add(node)
                 stack.extend(node.all_input_nodes)
-        return [node for node in self.plan.base.graph.nodes if node in wanted]
+        made: set[fx.Node] = set()
+        for node in self.plan.base.graph.nodes:
+            own = node.op == "get_attr" and self.plan.uses.names.get(str(node.target)) == name
+            if own or (node in wanted and any(source in made for source in node.all_input_nodes)):
+                made.add(node)
+        chain = [node for node in self.plan.base.graph.nodes if node in made & wanted]
+        if drawn := next((node for node in chain if draws_random(node)), None):
+            raise PerSampleGradientError(
+                f"parameter {name!r} goes through {op_name(drawn)} ({node_source(drawn) or drawn.name}), which draws "
+                "random numbers: its gradient needs the draw of the forward. Fix: draw first, as a mask or noise that "
+                "is then multiplied with, or added to, the parameter"
+            )
+        return chain
