@@ -88,6 +88,10 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     if differing:
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
     made = engine.made
+    shapes = {name: tuple(value.shape) for name, value in made.session.model.state_dict().items()}
+    if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
+        names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
+        raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
     engine.ledger.load_state_dict(state["ledger"], replays=replay)
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])

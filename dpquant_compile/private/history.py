@@ -28,6 +28,7 @@ class History(Sequence[EpochRecord]):
     def __init__(self, sites: tuple[str, ...]) -> None:
         self.sites = sites
         self._records: list[EpochRecord] = []
+        self.now: tuple[tuple[str, float, float, int], ...] = ()  # all that was spent when the last epoch ended
 
     def add(self, record: EpochRecord) -> None:
         """Append the record of the next epoch."""
@@ -65,7 +66,8 @@ class History(Sequence[EpochRecord]):
         figure, axes = _figure(max(4.0, 0.18 * len(self)), max(2.5, 0.22 * len(self.sites)))
         grid = [[float(site in record.policy) for record in self] for site in self.sites]
         axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-        axes.set(xlabel="epoch", yticks=range(len(self.sites)), title="sites in low precision")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(xlabel="epoch", yticks=range(len(self.sites)), title="sites in low precision: dark")
         axes.set_yticklabels(self.sites, fontsize=7)
         return _saved(figure, path)
 
@@ -80,16 +82,19 @@ class History(Sequence[EpochRecord]):
             axes.legend(fontsize=7)
         return _saved(figure, path)
 
-    def privacy_plot(self, path: str | Path, delta: float, accountant: str = "rdp") -> Path:
-        """ε by purpose and in total, by epoch."""
+    def privacy_plot(self, path: str | Path, delta: float, accountant: str = "prv") -> Path:
+        """ε by purpose and in total, by the number of epochs that had ended."""
         figure, axes = _figure(6.0, 4.0)
         curves: dict[str, list[tuple[int, float]]] = {}
-        for record in self:
+        ended = [(record.epoch, record.spent) for record in self]
+        if self.now and ended:
+            ended.append((ended[-1][0] + 1, self.now))
+        for epoch, spent in ended:
             ledger = Ledger(accountant)
-            for purpose, q, sigma, steps in record.spent:
+            for purpose, q, sigma, steps in spent:
                 ledger.spend(purpose, q=q, sigma=sigma, steps=steps)
             for purpose, epsilon in {**ledger.epsilons(delta), "total": ledger.epsilon(delta)}.items():
-                curves.setdefault(purpose, []).append((record.epoch, epsilon))
+                curves.setdefault(purpose, []).append((epoch, epsilon))
         for purpose, points in curves.items():
             axes.plot(*zip(*points, strict=True), label=purpose, marker=".")
         axes.set(xlabel="epoch", ylabel=f"ε at δ = {delta:g}", ylim=(0, None))

@@ -1,8 +1,7 @@
 """`Ledger`: every privacy spend of a run, itemised, composed by one accountant, and on disk before it is made.
 
-A spend is written down before the noisy value is released, so that a crash can only leave too much in the ledger,
-never too little. A resumed run that repeats its releases bit for bit repeats no spend: each spend belongs to a run,
-and a run may go once more through its own spends.
+A crash can so leave too much in the ledger, never too little. A resumed run that repeats its releases bit for bit
+repeats no spend: each spend belongs to a run, and a run may go once more through its own spends.
 """
 
 import hashlib
@@ -68,14 +67,13 @@ class Ledger:
         self._headroom: dict[tuple[float, float], Headroom] = {}
         self._epsilons: dict[tuple[History, float], float] = {}
         if accountant == "gdp":
-            # Opacus says of this one, when it is made, that it can underestimate. Let it be heard, once per ledger.
-            create_accountant(accountant)
+            create_accountant(accountant)  # Opacus says of this one that it can underestimate: let it be heard once
         if self.path is not None:
             self._open(self.path)
 
     @property
     def position(self) -> tuple[str, int]:
-        """The run that spends now, and how many spends it has made, repeated ones among them."""
+        """The run that spends now, and how many spends it has made."""
         return self._run, self._done
 
     @property
@@ -100,7 +98,7 @@ class Ledger:
         self._headroom.clear()
 
     def check(self, purpose: str, *, q: float, sigma: float, steps: int = 1) -> None:
-        """Raise what `spend` with the same arguments would raise, and spend nothing."""
+        """Raise what `spend` would raise, and spend nothing."""
         entry = Entry(purpose, "subsampled_gaussian", q, sigma, steps)
         new = entry.steps - self._repeated(entry)
         if new:
@@ -339,9 +337,7 @@ class Ledger:
 
 def _target(epsilon: float | None, delta: float | None) -> Target:
     if (epsilon is None) != (delta is None):
-        raise PrivacySpecError(
-            f"A target needs both of target_epsilon and target_delta, not {epsilon!r} and {delta!r}."
-        )
+        raise PrivacySpecError(f"A target needs target_epsilon and target_delta, not {epsilon!r} and {delta!r}.")
     if epsilon is None or delta is None:
         return None, None
     number = check_number("target_epsilon", epsilon)

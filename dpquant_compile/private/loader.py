@@ -17,7 +17,7 @@ import torch
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 
@@ -276,6 +276,13 @@ def private_loader(
         batches: Any = data_loader.batch_sampler
         splitter = _Splitter(batches, steps, limit)
         return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener, before)
+    sampler = data_loader.sampler
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or len(sampler) != n:
+        raise PrivacySpecError(
+            "Poisson sampling draws from the whole dataset, and would pass over this loader's "
+            f"{type(sampler).__name__}. "
+            "For a part of the data give torch.utils.data.Subset(dataset, indices)"
+        )
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
     if sampler_bits is not None:

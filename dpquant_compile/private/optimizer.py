@@ -39,6 +39,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             raise PrivacySpecError(f"noise_multiplier={noise_multiplier!r}: give a finite number, zero or more")
         self.session = session
         self.noise = noise
+        self._left: dict[str, tuple[Tensor, int]] = {}  # gradients after the last step, and their versions
         # Told of noised gradients before the wrapped optimizer uses them.
         self.on_release: Callable[[list[Tensor]], None] = lambda values: None
         super().__init__(
@@ -101,14 +102,13 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
     def add_noise(self) -> None:
         """Set every gradient to its clipped sum plus noise."""
         self._check_parameters()
-        stray = next((n for n, p in self.session.parameters.items() if p.grad is not None and not self._ours(p)), None)
+        stray = next((n for n, p in self.session.parameters.items() if not self._ours(n, p.grad)), None)
         if stray is not None:
             raise PrivateTrainingError(
                 f"parameter {stray!r} has a gradient that did not come through the private program, so it was not "
-                "clipped: "
-                "a loss or a model reaches the parameter around it. Fix: use the parameter only inside the model's "
-                "forward(), and "
-                "call optimizer.zero_grad() before the first step"
+                "clipped: the model was in eval(), or a loss reaches the parameter around it. Fix: model.train() "
+                "before "
+                "the loop, parameters only inside the model's forward(), optimizer.zero_grad() before the first step"
             )
         sums = self.session.release()
         used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
@@ -118,7 +118,6 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             total = sums[name]
             grad = noise if total is None else noise.add_(total.reshape(noise.shape))
             parameter.grad = grad.reshape(parameter.shape).to(parameter.dtype)
-            parameter.grad._dpquant = True  # type: ignore[attr-defined]
         self.session.forget()  # a second step must not release the same sum again
 
     def _check_parameters(self) -> None:
@@ -134,9 +133,11 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
                         "after unfreezing or adding parameters"
                     )
 
-    @staticmethod
-    def _ours(parameter: Tensor) -> bool:
-        return hasattr(parameter.grad, "_dpquant") or not bool(parameter.grad.count_nonzero())  # type: ignore[union-attr]
+    def _ours(self, name: str, grad: Tensor | None) -> bool:
+        """Whether a gradient is nothing, or the last step's as it was left: autograd adds to one that is there."""
+        if grad is None or (grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1]):
+            return True
+        return not bool(grad.count_nonzero())
 
     def scale_grad(self) -> None:
         """Divide by the expected batch size where the loss is a mean."""
@@ -155,7 +156,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        return self.original_optimizer.step() if self.pre_step() else None
+        if not self.pre_step():
+            return None
+        result = self.original_optimizer.step()
+        grads = ((name, parameter.grad) for name, parameter in self.session.parameters.items())
+        self._left = {name: (grad, grad._version) for name, grad in grads if grad is not None}
+        return result
 
     def _inside(self) -> bool:
         """Whether a micro-batch is under way that continues a logical batch."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -60,8 +61,12 @@ class PrivateProgram:
             dict.fromkeys(target for n in nodes if plan.row(n) is not None and (target := plan.prepared(n)) is not None)
         )
         joint, primals, tangents = self._trace(example, inner == "inductor")
-        # The min-cut recomputes what Inductor can fuse; a graph that is interpreted gains nothing by it.
-        cut = min_cut_rematerialization_partition if inner == "inductor" else default_partition
+        if inner == "inductor":
+            joint_graph_passes(joint)
+        # The min-cut recomputes what Inductor can fuse; a graph that is interpreted gains nothing by it. But the plain
+        # cut would draw random numbers again in backward.
+        random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes)
+        cut = min_cut_rematerialization_partition if inner == "inductor" or random else default_partition
         forward, backward = cut(
             joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
         )
@@ -70,14 +75,16 @@ class PrivateProgram:
 
     def run_forward(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         """The flat outputs of the model on the padded batch, and what `run_backward` needs."""
-        results = self._forward(self._flat(inputs))
+        with _no_autocast():
+            results = self._forward(self._flat(inputs))
         count = len(self.differentiable)
         return list(results[:count]), list(results[count:])
 
     def run_backward(self, saved: list[Any], tangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The clipped sums and the count of samples left out; empties `saved`, so that memory is freed on the way."""
         saved.extend(tangents)
-        results = self._backward(saved)
+        with _no_autocast():
+            results = self._backward(saved)
         return list(results[:-1]), results[-1]
 
     def _flat(self, inputs: Inputs) -> list[Any]:
@@ -142,6 +149,6 @@ def _mutates(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Clipping and sums are in float32 or wider, whatever region the first batch came in."""
+    """Clipping and sums are in float32 or wider, whatever region a batch comes in."""
     with torch.autocast("cpu", enabled=False):
         yield

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dpquant_compile.errors import PrivacySpecError, listing
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
 from dpquant_compile.policy import Policy
 from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.private.estimators import ADJACENCIES, Estimator, PerSample, Setting, make_estimator
@@ -130,8 +130,15 @@ class Scheduler:
 
     def step(self) -> Policy:
         """End an epoch: analyse if it is time, and set the policy of the next. After the last epoch nothing changes."""
+        if self.made.session.micro is not None:
+            raise PrivateTrainingError(
+                "scheduler.step() inside the loop over the loader: an analysis costs privacy, and is meant for the end "
+                "of an "
+                "epoch. Fix: call it after the loop"
+            )
         self._tell()
         self._state.epoch += 1
+        self.history.now = tuple((e.purpose, e.q, e.sigma, e.steps) for e in self.engine.ledger.entries)
         due = self._due()
         if due:
             self._analyse()
@@ -142,7 +149,7 @@ class Scheduler:
         return self.made.session.model.policy
 
     def _due(self) -> bool:
-        measured = self.mode in ("dpquant", "greedy")
+        measured = self.mode in ("dpquant", "greedy") and 0 < self.k < len(self.policies)  # else there is no choice
         more = self.epochs is None or self._state.epoch < self.epochs
         return measured and more and self._state.epoch % self.n_interval == 0
 

@@ -65,6 +65,7 @@ class Session:
         self._used: set[str] = set()
         self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
+        self._constants: dict[tuple[int, str, int], Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self.by_hand = False  # whether samples are in the sums that the loader did not draw
         self._prepared: dict[str, tuple[Any, Tensor]] = {}
@@ -138,6 +139,7 @@ class Session:
             args, kwargs = tree_map(self._blank, (args, kwargs))
         program = self._program(args, kwargs, size)
         given = bind_inputs(program.base, args, kwargs)
+        self._check_constants(program, given)
         table = self.internals.begin(self.physical, self._ids(size))
         inputs = self._inputs(program, given, size, table)
         private = self._private(program, inputs, (args, kwargs))
@@ -188,6 +190,23 @@ class Session:
                 "put what "
                 "made it into the model"
             )
+
+    def _check_constants(self, program: Program, given: Sequence[Any]) -> None:
+        """Tensors without a row per sample are taken for constants: one that is made of the batch would mix it."""
+        placeholders = (node for node in program.base.graph.nodes if node.op == "placeholder")
+        for node, value in zip(placeholders, given, strict=True):
+            leaves = zip(tree_flatten(value)[0], node.meta["batch_leaves"], strict=True)
+            for number, (leaf, batched) in enumerate(leaves):
+                if batched or not isinstance(leaf, Tensor):
+                    continue
+                known = self._constants.setdefault((id(program), node.name, number), leaf.detach().clone())
+                if not torch.equal(known, leaf):
+                    raise PrivateTrainingError(
+                        f"input {node.name!r} of the model has no row per sample, and other values than in the first "
+                        "call. "
+                        "If it is made of the batch, samples reach each other through it. Fix: give it one row per "
+                        "sample, or make it a buffer of the model"
+                    )
 
     def _ids(self, size: int) -> Tensor | None:
         ids = self.model.sample_ids if self.micro is None else self.micro.ids
