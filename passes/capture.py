@@ -95,7 +95,9 @@ def capture_fx(model: nn.Module, given: Collection[str] = ()) -> fx.GraphModule 
         return _finish(model, copy_graph(model.graph))
     before, drawn = Snapshot(model), torch.random.get_rng_state()
     try:
-        graph = Tracer().trace(_with_arguments(model, given))
+        # With gradients on, whatever the caller has: a region without them would not show where there are none.
+        with torch.enable_grad():
+            graph = Tracer().trace(_with_arguments(model, given))
     except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
         before.restore()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -221,9 +223,9 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         model.__dict__[name] = OrderedDict()  # whoever calls the graph calls them; the snapshot puts them back
     try:
-        exported, _ = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)(
-            *args, **kwargs
-        )
+        export = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)
+        with torch.enable_grad():  # the end of a region puts back what was there when the graph was made
+            exported, _ = export(*args, **kwargs)
     except Exception as error:
         raise CaptureError(
             f"Dynamo cannot capture {type(model).__name__} as one graph: {_first_lines(error)}\n"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import CheckpointError, LedgerError
+from dpquant_compile.errors import CheckpointError, LedgerError, PrivateTrainingError
 from dpquant_compile.private import noise
 
 EPOCHS, STEPS, DELTA = 5, 4, 1e-5
@@ -214,6 +214,26 @@ def test_a_replay_is_not_charged_and_what_follows_is(tmp_path: Path) -> None:
     assert second.ledger.entries == entries and same(result_of(second), state)
     epoch(second)
     assert second.get_epsilon(DELTA) > first.get_epsilon(DELTA)
+
+
+def test_a_replay_that_departs_is_stopped_and_goes_on_only_with_new_noise(tmp_path: Path) -> None:
+    """The same noise on another sum would leave their difference bare."""
+    first = engine_of(tmp_path, schedule={})
+    epoch(first)
+    first.save_checkpoint(path=tmp_path / "c.pt")
+    epoch(first)
+    spent, drawn = first.ledger.entries, first.made.noise.state_dict()
+    second, third = (engine_of(tmp_path, schedule={}) for _ in (0, 1))
+    second.load_checkpoint(path=tmp_path / "c.pt")
+    second.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(PrivateTrainingError, match="replay=False"):
+        epoch(second)
+    assert second.ledger.entries == spent
+    third.load_checkpoint(path=tmp_path / "c.pt", replay=False)
+    assert third.made.noise.state_dict()["seed"] != drawn["seed"]
+    third.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    epoch(third)
+    assert sum(e.steps for e in third.ledger.entries if e.purpose == "training") == 3 * STEPS
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

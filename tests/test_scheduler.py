@@ -293,6 +293,25 @@ def test_an_analysis_needs_the_loss_and_uniform_draws_do_not() -> None:
     dpq.Scheduler(engine_of(criterion=False), mode="pls").step()
 
 
+class OneOfTwo(nn.Module):
+    """Only Dynamo can capture it, and only then is it known that one of its layers is never called; [B, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused, self.fc = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.used(x) if x.shape[1] > 3 else self.unused(x))
+
+
+def test_sites_that_are_not_known_yet_are_asked_for() -> None:
+    engine = engine_of(model=models.seeded(OneOfTwo))
+    with pytest.raises(PrivacySpecError, match="capture"):
+        dpq.Scheduler(engine)
+    engine.made.session.model.capture(torch.zeros(8, 4))
+    assert list(dpq.Scheduler(engine).policies) == ["used", "fc"]
+
+
 # The paper's numbers
 
 ROWS = [

@@ -1,5 +1,6 @@
 """Checkpoints of a private run: everything, in tensors and plain types, written whole or not at all."""
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,8 +54,9 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     return {
         "version": VERSION,
         "config": config_of(engine),
-        "model": made.session.model.state_dict(),
-        "optimizer": made.optimizer.state_dict(),
+        # Copies: training goes on, and a state is of one moment.
+        "model": copy.deepcopy(dict(made.session.model.state_dict())),
+        "optimizer": copy.deepcopy(made.optimizer.state_dict()),
         "ledger": engine.ledger.state_dict(),
         "noise": made.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),

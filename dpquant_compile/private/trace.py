@@ -319,15 +319,11 @@ class Tracing(fx.Interpreter):
         stack = [constant]
         while stack:
             node = stack.pop()
-            if node not in wanted and node.op in ("call_function", "call_method"):
+            inside = node.op in ("call_function", "call_method") and name in self.plan.uses.made_of.get(node, ())
+            if inside and node not in wanted:
                 wanted.add(node)
                 stack.extend(node.all_input_nodes)
-        made: set[fx.Node] = set()
-        for node in self.plan.base.graph.nodes:
-            own = node.op == "get_attr" and self.plan.uses.names.get(str(node.target)) == name
-            if own or (node in wanted and any(source in made for source in node.all_input_nodes)):
-                made.add(node)
-        chain = [node for node in self.plan.base.graph.nodes if node in made & wanted]
+        chain = [node for node in self.plan.base.graph.nodes if node in wanted]
         if drawn := next((node for node in chain if draws_random(node)), None):
             raise PerSampleGradientError(
                 f"parameter {name!r} goes through {op_name(drawn)} ({node_source(drawn) or drawn.name}), which draws "

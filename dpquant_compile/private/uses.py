@@ -63,11 +63,13 @@ class Uses:
     """All uses of a graph's trainable parameters.
 
     names       the one name that each get_attr target of a parameter goes by; tied weights share one
+    made_of     the parameters that each constant has its gradient to; none where gradients were switched off
     separate    parameters whose uses touch different elements each, so that their squared norms add up
     """
 
     uses: tuple[Use, ...]
     names: Mapping[str, str]
+    made_of: Mapping[fx.Node, tuple[str, ...]]
     separate: frozenset[str]
 
     def of(self, name: str) -> list[Use]:
@@ -119,7 +121,7 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
         for source in constants:
             uses.append(_use(gm, node, source, made_of[source]))
     separate = frozenset(name for name in set(names.values()) if _apart([u for u in uses if name in u.params], name))
-    return Uses(tuple(uses), names, separate)
+    return Uses(tuple(uses), names, made_of, separate)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
