@@ -317,8 +317,7 @@ def test_a_probe_leaves_no_trace_and_does_not_drop_out() -> None:
     policies = [frozenset({"body"}), frozenset({"fc"})]
     first, second = probe.differences(batch, policies), probe.differences(batch, policies)
     assert torch.equal(first, second) and first.any() and not first.requires_grad
-    after = models.state(model)
-    assert all(torch.equal(after[name], value) for name, value in before[0].items())
+    assert all(torch.equal(before[0][name], value) for name, value in models.state(model).items())
     assert torch.equal(torch.get_rng_state(), before[1]) and run.model.step == before[2]
     assert {n: m.training for n, m in model.named_modules()} == before[3] and run.model.training
     assert sorted(run.model.policy) == ["fc"]
@@ -390,8 +389,8 @@ def test_a_draw_takes_each_sample_with_the_rate_and_gives_it_with_its_id() -> No
 def test_a_draw_of_none_or_of_all() -> None:
     loader = probe_loader(Numbers(20))
     assert list(draw_batch(loader, 0.5, torch.ones, 8, 2, unpack_pair)) == []
-    parts = list(draw_batch(loader, 1.0, lambda n: torch.rand(n, dtype=torch.float64), 8, 2, unpack_pair))
-    assert sorted(torch.cat([part.ids for part in parts]).tolist()) == list(range(20))
+    parts = draw_batch(loader, 1.0, lambda n: torch.rand(n, dtype=torch.float64), 8, 2, unpack_pair)
+    assert sorted(i for part in parts for i in part.ids.tolist()) == list(range(20))
 
 
 def test_a_batch_that_is_no_pair_needs_unpack() -> None:

@@ -80,6 +80,9 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
             f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: load it with the release that "
             "made it"
         )
+    wanted = "config model optimizer ledger noise sampler torch noise_multiplier max_grad_norm step policy scheduler"
+    if missing := [key for key in wanted.split() if key not in state]:
+        raise CheckpointError(f"this checkpoint is not whole: it has no {', '.join(missing)}")
     if engine.made.noise.position > 0:
         raise CheckpointError(
             "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "

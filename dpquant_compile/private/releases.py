@@ -37,8 +37,11 @@ class Releases:
     def __init__(self, ledger: Path) -> None:
         self.path = ledger.with_name(f"{ledger.name}.releases")
         self._known: dict[tuple[str, int], str] = {}
+        self._cut = False  # whether the last line lacks its end
         if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            text = self.path.read_text(encoding="utf-8")
+            self._cut = bool(text) and not text.endswith("\n")
+            for line in text.splitlines():
                 run, _, rest = line.partition(" ")
                 number, _, value = rest.partition(" ")
                 if number.isdigit() and len(value) == 16:
@@ -50,7 +53,8 @@ class Releases:
         if key not in self._known:
             self._known[key] = value
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{run} {number} {value}\n")
+                file.write(f"{chr(10) * self._cut}{run} {number} {value}\n")
+            self._cut = False
         elif self._known[key] != value:
             raise PrivateTrainingError(
                 f"this resumed run does not repeat the interrupted one: release {number} since it began has other "
