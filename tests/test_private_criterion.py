@@ -208,7 +208,7 @@ def test_ctc_has_the_batch_second() -> None:
             PrivateCriterion(criterion)
 
 
-@pytest.mark.parametrize("criterion", [lambda x, y: (x - y).square().mean(), nn.Identity(), torch.dot], ids=repr)
+@pytest.mark.parametrize("criterion", [lambda x, y: (x - y).square().mean(), nn.Identity(), torch.dot])
 def test_criterion_without_a_reduction_is_refused(criterion: Any) -> None:
     with pytest.raises(PrivacySpecError, match=r"no reduction that can be set to 'none'.*`reduction`"):
         PrivateCriterion(criterion)

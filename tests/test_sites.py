@@ -79,7 +79,6 @@ def test_axis_prints_short() -> None:
         (("fc", "fc"), ["fc"]),
         ({"fc"}, ["fc"]),
     ],
-    ids=str,
 )
 def test_select(table: SiteTable, chosen: Any, names: list[str]) -> None:
     found = select_sites(table, chosen)
@@ -89,7 +88,7 @@ def test_select(table: SiteTable, chosen: Any, names: list[str]) -> None:
     assert dropped == dict.fromkeys(set(table.names) - set(names), "not selected by sites=")
 
 
-@pytest.mark.parametrize("chosen", ["conv", nn.Conv3d, lambda site: False, ["fc", "head"], "", "FC"], ids=str)
+@pytest.mark.parametrize("chosen", ["conv", nn.Conv3d, lambda site: False, ["fc", "head"], "", "FC"])
 def test_a_rule_that_matches_nothing_is_an_error(table: SiteTable, chosen: Any) -> None:
     with pytest.raises(SiteError, match=r"matches none of the 6 sites: stem, .*, fc"):
         select_sites(table, chosen)
