@@ -201,7 +201,7 @@ def less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loose_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     clip = Clipping.factors
-    monkeypatch.setattr(Clipping, "factors", lambda self, norms, bounds, live: clip(self, norms, 4 * bounds, live))
+    monkeypatch.setattr(Clipping, "factors", lambda self, norms, bounds, *rest: clip(self, norms, 4 * bounds, *rest))
 
 
 def batch_wide_scale(monkeypatch: pytest.MonkeyPatch) -> None:

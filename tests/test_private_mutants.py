@@ -137,8 +137,8 @@ def test_rounding_after_clipping(monkeypatch: Patch) -> None:
 def _clip_with(monkeypatch: Patch, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
     original = Clipping.factors
 
-    def factors(self: Clipping, norms: Sequence[Tensor], bounds: Tensor, live: Tensor) -> tuple[list[Tensor], Tensor]:
-        result, dropped = original(self, norms, bounds, live)
+    def factors(self: Clipping, *given: Any) -> tuple[list[Tensor], Tensor]:
+        result, dropped = original(self, *given)
         return change(result), dropped
 
     monkeypatch.setattr(Clipping, "factors", factors)
@@ -160,7 +160,7 @@ def test_clip_after_the_sum(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 def test_twice_the_bound(clipping: str, monkeypatch: Patch) -> None:
     original = Clipping.factors
-    monkeypatch.setattr(Clipping, "factors", lambda self, n, bounds, live: original(self, n, 2 * bounds, live))
+    monkeypatch.setattr(Clipping, "factors", lambda self, n, bounds, *rest: original(self, n, 2 * bounds, *rest))
     with pytest.raises(AssertionError, match="f moved by"):
         check_replay(mixed(clipping=clipping), ["large"])
 
@@ -217,7 +217,7 @@ def test_gram_norms_without_slack(name: str, monkeypatch: Patch) -> None:
 def _padding_is_live(monkeypatch: Patch) -> None:
     original = Clipping.factors
     monkeypatch.setattr(
-        Clipping, "factors", lambda self, n, bounds, live: original(self, n, bounds, torch.ones_like(live))
+        Clipping, "factors", lambda self, n, bounds, live, at: original(self, n, bounds, torch.ones_like(live), at)
     )
 
 

@@ -34,7 +34,7 @@ def test_table_prints_sites_and_reasons() -> None:
     printed = str(collect_sites(canonical(seeded(Transposed))))
     assert printed.splitlines() == [
         "  0  down (conv2d 4×2×3×3 s2x2 p0x0)",
-        "  -  up (ConvTranspose2d) skipped: transposed convolution is not supported in low precision",
+        "  -  up (conv_transpose2d) skipped: transposed convolution is not supported in low precision",
     ]
 
 
