@@ -44,7 +44,6 @@ class Use:
     slots     names of the arguments that it is given as
     params    trainable parameters that the constant is made of
     whole     whether the constant is a parameter itself
-    selects   for a constant that only chooses elements of one parameter: their numbers; None for anything else
     """
 
     node: fx.Node
@@ -52,7 +51,6 @@ class Use:
     slots: tuple[str, ...]
     params: tuple[str, ...]
     whole: bool
-    selects: frozenset[int] | None
 
     def __str__(self) -> str:
         return f"{op_name(self.node)} ({node_source(self.node) or self.node.name})"
@@ -119,8 +117,9 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
             made_of[node] = tuple(dict.fromkeys(name for source in constants for name in made_of[source]))
             continue
         for source in constants:
-            uses.append(_use(gm, node, source, made_of[source]))
-    separate = frozenset(name for name in set(names.values()) if _apart([u for u in uses if name in u.params], name))
+            uses.append(_use(node, source, made_of[source]))
+    by_name = {name: [use for use in uses if name in use.params] for name in set(names.values())}
+    separate = frozenset(name for name, own in by_name.items() if _apart(gm, own, name))
     return Uses(tuple(uses), names, made_of, separate)
 
 
@@ -147,10 +146,10 @@ def read_attribute(root: Any, target: str) -> Any:
     return root
 
 
-def _use(gm: fx.GraphModule, node: fx.Node, source: fx.Node, params: tuple[str, ...]) -> Use:
+def _use(node: fx.Node, source: fx.Node, params: tuple[str, ...]) -> Use:
     arguments = named_arguments(node)
     slots = tuple(name for name, value in arguments.items() if value is source)
-    return Use(node, source, slots, params, source.op == "get_attr", _selection(gm, source, params))
+    return Use(node, source, slots, params, source.op == "get_attr")
 
 
 def _canonical_names(gm: fx.GraphModule, trainable: Mapping[int, str]) -> dict[str, str]:
@@ -159,13 +158,13 @@ def _canonical_names(gm: fx.GraphModule, trainable: Mapping[int, str]) -> dict[s
     return {target: trainable[id(value)] for target, value in values if id(value) in trainable}
 
 
-def _selection(gm: fx.GraphModule, node: fx.Node, params: Sequence[str]) -> frozenset[int] | None:
-    """The numbers of the elements that a chain of views chooses, found by sending numbers through it."""
-    chain: list[fx.Node] = []
+def _selection(gm: fx.GraphModule, use: Use) -> Tensor | None:
+    """The numbers of the elements that a chain of views chooses, found by sending numbers through it; else None."""
+    node, chain = use.constant, list[fx.Node]()
     while node.op != "get_attr":
         name = op_name(node).removesuffix("_copy")
         sources = [source for source in node.all_input_nodes if axis_of(source) is None]
-        if len(params) != 1 or name not in _VIEWS or len(node.all_input_nodes) != 1 or len(sources) != 1:
+        if len(use.params) != 1 or name not in _VIEWS or len(node.all_input_nodes) != 1 or len(sources) != 1:
             return None
         chain.append(node)
         node = sources[0]
@@ -177,23 +176,24 @@ def _selection(gm: fx.GraphModule, node: fx.Node, params: Sequence[str]) -> froz
             getattr(args[0], str(step.target)) if step.op == "call_method" else step.target  # type: ignore[assignment]
         )
         numbers = function(*(args[1:] if step.op == "call_method" else args), **kwargs)
-    chosen = numbers.flatten().tolist() if isinstance(numbers, Tensor) else []
-    return frozenset(chosen) if chosen and len(set(chosen)) == len(chosen) else None
+    return numbers.flatten() if isinstance(numbers, Tensor) else None
 
 
 def _constant(value: Any, node: fx.Node) -> Any:
     return value
 
 
-def _apart(uses: Sequence[Use], name: str) -> bool:
-    if len(uses) == 1 and uses[0].whole and len(uses[0].slots) == 1:
+def _apart(gm: fx.GraphModule, uses: Sequence[Use], name: str) -> bool:
+    """Whether no element of a parameter is used twice."""
+    if any(use.params != (name,) or len(use.slots) != 1 for use in uses):
+        return False
+    if len(uses) == 1 and uses[0].whole:
         return True
-    seen: set[int] = set()
-    for use in uses:
-        if use.params != (name,) or use.selects is None or len(use.slots) != 1 or seen & use.selects:
-            return False
-        seen |= use.selects
-    return True
+    chosen = [part for use in uses if (part := _selection(gm, use)) is not None]
+    if len(chosen) < len(uses):
+        return False
+    numbers = torch.cat([torch.zeros(0, dtype=torch.int64), *chosen])
+    return len(numbers.unique()) == len(numbers)
 
 
 def refuse_whole_modules(gm: fx.GraphModule, trainable: Mapping[int, str]) -> None:
