@@ -5,6 +5,6 @@ if __name__ != "dpquant_compile.backends":
 
 # Backends register their kernels when imported; a new one is one file and one line here.
 from dpquant_compile.backends import reference  # noqa: I001  (the reference comes first: others name it)
-from dpquant_compile.backends import compiled
+from dpquant_compile.backends import compiled, cpu_int8
 
-__all__ = ["compiled", "reference"]
+__all__ = ["compiled", "cpu_int8", "reference"]

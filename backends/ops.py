@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpquant_compile.backends.reference import (
-    full_forward,
-    full_grad_input,
-    full_grad_params,
-)
+from dpquant_compile.backends.full import full_forward, full_grad_input, full_grad_params
 from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
 from dpquant_compile.errors import KernelError
 from dpquant_compile.recipe import Recipe
@@ -32,6 +28,7 @@ __all__ = [
     "fake_grad_input",
     "geometry_list",
     "layout_of",
+    "output_shape",
     "plain_dtypes",
     "site_call",
     "streams_of",
@@ -66,6 +63,14 @@ def _site_call(
         stride, padding, dilation = (geometry[i * rank : (i + 1) * rank] for i in range(3))
         shape = ConvGeometry(stride, padding, dilation, geometry[-1])
     return SiteCall(op, Recipe.parse(recipe), BatchAxis(*axes[:3]), BatchAxis(*axes[3:]), shape, site, call)
+
+
+def output_shape(x: Sequence[Any], weight: Sequence[int], geometry: ConvGeometry | None) -> tuple[Any, ...]:
+    """The shape of a site's output."""
+    if geometry is None:
+        return (*x[:-1], weight[0])
+    sizes = zip(x[2:], weight[2:], geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    return (x[0], weight[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
 
 def layout_of(op: str, x: Tensor) -> torch.memory_format:
@@ -223,18 +228,9 @@ def site_grad_params(
 def fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
     """The shape and layout of a site's output."""
     op, _, _, geometry, axes, recipe = rest[-6:]
-    if op == "linear":
-        return weight.new_empty((*x.shape[:-1], weight.shape[0]))
     # Not torch's own shape function: its choice of algorithm puts guards on the batch size.
-    g = site_call(op, 0, 0, recipe, axes, geometry).geometry
-    assert g is not None
-    spatial = [
-        (x.shape[d + 2] + 2 * g.padding[d] - g.dilation[d] * (weight.shape[d + 2] - 1) - 1) // g.stride[d] + 1
-        for d in range(len(g.stride))
-    ]
-    return torch.empty(
-        (x.shape[0], weight.shape[0], *spatial), dtype=weight.dtype, device=x.device, memory_format=layout_of(op, x)
-    )
+    shape = output_shape(x.shape, weight.shape, site_call(op, 0, 0, recipe, axes, geometry).geometry)
+    return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=layout_of(op, x))
 
 
 @site_grad_input.register_fake

@@ -13,8 +13,7 @@ unfolded for it.
 
 Norms are never too small. Where a norm and the sum it bounds are computed in different ways, rounding could make the
 norm of a sample whose terms cancel come out as nearly nothing, and clipping would let it pass unscaled. So the error
-that
-the arithmetic can make is added to the norm: with m = Σₜ ‖uₜ‖‖dₜ‖ ≥ ‖G‖, the gram sum is off by a few ε m².
+that the arithmetic can make is added to the norm: with m = Σₜ ‖uₜ‖‖dₜ‖ ≥ ‖G‖, the gram sum is off by a few ε m².
 """
 
 import itertools
@@ -25,13 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpquant_compile.backends.reference import full_grad_params
+from dpquant_compile.backends.full import full_grad_params
 from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.quantize import to_samples
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 __all__ = [
-    "METHODS",
+    "as_weight",
     "choose_method",
     "factors",
     "places",
@@ -41,9 +40,9 @@ __all__ = [
     "squares",
     "trimmed",
     "weighted_sum",
+    "wide",
+    "wide_dtype",
 ]
-
-METHODS = ("gram", "direct", "kept")
 
 # What the sums of a gram matrix may be off by, in units of the dtype's epsilon.
 _SLACK = 16.0
@@ -54,10 +53,19 @@ _CHUNK_BYTES = 32 << 20
 _KEPT_BYTES = 24 << 20
 
 
-def places(call: SiteCall, weight_shape: tuple[int, ...], output_shape: tuple[int, ...], batch: int) -> int:
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Norms, clipping, sums and noise are in float32 or wider, whatever a model computes in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in `wide_dtype`."""
+    return x.to(wide_dtype(x))
+
+
+def places(weight_shape: tuple[int, ...], output_shape: tuple[int, ...], batch: int) -> int:
     """T: how many times the weight is applied to one sample."""
-    features = weight_shape[0]
-    return math.prod(output_shape) // max(batch * features, 1)
+    return math.prod(output_shape) // max(batch * weight_shape[0], 1)
 
 
 def choose_method(weight_shape: tuple[int, ...], groups: int, count: int, pixels: int, batch: int) -> str:
@@ -82,20 +90,29 @@ _SHIFT_COST = 4
 
 
 def factors(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """D [B, groups, T, N/groups] and U [B, groups, T, K] of all samples, in at least float32."""
-    xs, grads = _accurate(to_samples(x, call.axis)), _accurate(to_samples(grad, call.output_axis))
+    """D [B, groups, T, N/groups] and U [B, groups, T, K] of all samples, in at least float32.
+
+    The columns of U are ordered by tap and then by channel, as a channels-last input has them; see `as_weight`.
+    """
+    xs, grads = wide(to_samples(x, call.axis)), wide(to_samples(grad, call.output_axis))
     batch, geometry = xs.shape[0], call.geometry
     if geometry is None:
         return grads.reshape(batch, 1, -1, grads.shape[-1]), xs.reshape(batch, 1, -1, xs.shape[-1])
     rank, groups = len(geometry.stride), geometry.groups
     images = xs.reshape(-1, *xs.shape[-rank - 1 :])
-    left = grads.reshape(batch, -1, groups, weight_shape[0] // groups, math.prod(grads.shape[-rank:]))
+    left = grads.reshape(-1, *grads.shape[-rank - 1 :]).movedim(1, -1)
+    left = left.reshape(batch, -1, groups, weight_shape[0] // groups).transpose(1, 2)
     right = _unfold(images, geometry, weight_shape[2:])
-    right = right.reshape(batch, -1, groups, right.shape[1] // groups, right.shape[2])
-    if left.shape[1] == 1:  # one image per sample: no copy is needed
-        return left[:, 0].transpose(-1, -2), right[:, 0].transpose(-1, -2)
-    left, right = (part.permute(0, 2, 1, 4, 3).flatten(2, 3) for part in (left, right))
+    right = right.reshape(batch, -1, right.shape[2], groups, weight_shape[1]).permute(0, 3, 1, 2, 4).flatten(3)
     return left, right
+
+
+def as_weight(columns: Tensor, weight_shape: tuple[int, ...]) -> Tensor:
+    """Gradients [..., N, taps · C] in the shape of the weight, [..., N, C, *kernel]."""
+    if len(weight_shape) == 2:
+        return columns
+    by_tap = columns.reshape(*columns.shape[:-1], math.prod(weight_shape[2:]), weight_shape[1])
+    return by_tap.transpose(-1, -2).reshape(*columns.shape[:-2], *weight_shape)
 
 
 def sample_norms(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ...], method: str) -> Tensor:
@@ -109,25 +126,26 @@ def sample_norms(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[in
 
 
 def sample_grads(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ...]) -> Tensor:
-    """Gᵢ of all samples given: [B, *weight_shape]."""
+    """Gᵢ of all samples given, by tap: [B, N, taps · C]; see `as_weight`."""
     left, right = factors(call, x, grad, weight_shape)
-    return _products(left, right).reshape(left.shape[0], *weight_shape)
+    return _products(left, right).flatten(1, 2)
 
 
-def weighted_sum(call: SiteCall, x: Tensor, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def weighted_sum(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ...], scale: Tensor) -> Tensor:
     """Σᵢ scaleᵢ Gᵢ by one product over the batch; `scale` goes into whichever operand is smaller."""
-    x, grad, weight = _accurate(x), _accurate(grad), _accurate(weight)
+    x, grad = wide(x), wide(grad)
     if x.numel() < grad.numel():
         x = _scaled(x, call.axis, scale)
     else:
         grad = _scaled(grad, call.output_axis, scale)
     geometry = call.geometry
     if geometry is None or geometry.groups > 1 or math.prod(grad.shape[2:]) > _FEW_PLACES:
-        return full_grad_params(geometry, grad, x, weight, (True, False))[0]
+        like = x.new_empty(weight_shape)  # only its shape is asked for
+        return full_grad_params(geometry, grad, x, like, (True, False))[0]
     # On tiny maps a conv's own weight gradient is slow, and the unfolded input small.
-    left = grad.flatten(2).transpose(0, 1).flatten(1)
-    right = _unfold(x, geometry, tuple(weight.shape[2:])).transpose(0, 1).flatten(1)
-    return (left @ right.t()).reshape(weight.shape)
+    left = grad.movedim(1, -1).reshape(-1, weight_shape[0])
+    right = _unfold(x, geometry, weight_shape[2:]).flatten(2).flatten(0, 1)
+    return as_weight(left.t() @ right, weight_shape)
 
 
 _FEW_PLACES = 4
@@ -142,10 +160,6 @@ def spread(values: Tensor, axis: BatchAxis, like: Tensor) -> Tensor:
     if (axis.outer, axis.inner) != (1, 1):
         values = values[None, :, None].expand(axis.outer, -1, axis.inner).reshape(-1)
     return values.reshape([-1 if d == axis.dim % like.dim() else 1 for d in range(like.dim())])
-
-
-def _accurate(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
@@ -165,8 +179,8 @@ def _grams(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ...
         return left @ left.transpose(-1, -2), right @ right.transpose(-1, -2)
     assert geometry is not None
     batch, groups = x.shape[0], geometry.groups
-    left = _accurate(grad).reshape(batch, groups, -1, math.prod(grad.shape[2:]))
-    pixels = _accurate(x).reshape(batch, groups, -1, math.prod(x.shape[2:]))
+    left = wide(grad).reshape(batch, groups, -1, math.prod(grad.shape[2:]))
+    pixels = wide(x).reshape(batch, groups, -1, math.prod(x.shape[2:]))
     gram = pixels.transpose(-1, -2) @ pixels
     shifted = _shifted_sums(gram.reshape(batch * groups, *x.shape[2:], *x.shape[2:]), geometry, weight_shape[2:])
     count = left.shape[-1]
@@ -226,7 +240,7 @@ def _chunks(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ..
     """The batch in pieces whose unfolded inputs and products stay small."""
     dim = call.axis.dim % x.dim()
     batch = x.shape[dim] // (call.axis.outer * call.axis.inner)
-    count = places(call, weight_shape, tuple(grad.shape), batch)
+    count = places(weight_shape, tuple(grad.shape), batch)
     widest = max(count * math.prod(weight_shape[1:]), math.prod(weight_shape))
     step = max(1, _CHUNK_BYTES // max(4 * widest, 1))
     whole = call.axis.outer == 1 and call.output_axis.outer == 1
@@ -242,27 +256,20 @@ def _chunks(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ..
 
 
 def _unfold(x: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...]) -> Tensor:
-    """[B, C·k, T] of images [B, C, *spatial]; channel-major, as a weight [N, C, *k] is flattened."""
-    if all(k == 1 for k in kernel) and not any(geometry.padding):
-        steps = (slice(None), slice(None), *(slice(None, None, s) for s in geometry.stride))
-        return x[steps].flatten(2)
-    if len(kernel) <= 2:
-        planes = x if len(kernel) == 2 else x[:, :, None]
-        lead = (1,) * (2 - len(kernel))
-        nothing = (0,) * (2 - len(kernel))
-        return F.unfold(
-            planes,
-            (*lead, *kernel),
-            dilation=(*lead, *geometry.dilation),
-            padding=(*nothing, *geometry.padding),
-            stride=(*lead, *geometry.stride),
-        )
-    x = F.pad(x, [p for padding in reversed(geometry.padding) for p in (padding, padding)])
-    for dim, (size, stride, dilation) in enumerate(zip(kernel, geometry.stride, geometry.dilation, strict=True), 2):
-        x = x.unfold(dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    rank = len(kernel)
-    order = (0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
-    return x.permute(order).reshape(x.shape[0], -1, math.prod(x.shape[2 : 2 + rank]))
+    """[B, T, taps, C] of images [B, C, *spatial]; whole pixels are copied, which lie densely in channels-last."""
+    rows = x.movedim(1, -1).contiguous()
+    if any(geometry.padding):
+        rows = F.pad(rows, [0, 0, *(p for padding in reversed(geometry.padding) for p in (padding, padding))])
+    strides = rows.stride()[1:-1]
+    sizes = [
+        (size - dilation * (k - 1) - 1) // stride + 1
+        for size, k, stride, dilation in zip(rows.shape[1:-1], kernel, geometry.stride, geometry.dilation, strict=True)
+    ]
+    steps = [s * stride for s, stride in zip(strides, geometry.stride, strict=True)]
+    taps = [s * dilation for s, dilation in zip(strides, geometry.dilation, strict=True)]
+    shape = (rows.shape[0], *sizes, *kernel, rows.shape[-1])
+    view = rows.as_strided(shape, (rows.stride(0), *steps, *taps, rows.stride(-1)))
+    return view.reshape(rows.shape[0], math.prod(sizes), math.prod(kernel), rows.shape[-1])
 
 
 def trimmed(geometry: ConvGeometry, map_shape: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[slice, ...] | None:

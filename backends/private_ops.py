@@ -1,336 +1,295 @@
-"""The dpquant:: operators of private training: a site with a prepared weight, and what clipping needs of its gradient.
+"""The dpquant:: operators of private training: a site with operands that are rounded once, and what clipping needs.
 
-`policy`, `keys` and `samples` are those of `dpquant::site`. The weight comes rounded already where the policy asks for
-it: that is done once per optimizer step, not once per micro-batch. A site number of -1 is a layer that is no site and
+`policy`, `keys` and `samples` are those of `dpquant::site`. A site's input, output gradient and weight come twice: as
+they are, for full precision, and in the form in which the kernel of its recipe keeps them (`codes` and `unit`,
+`packed`), for low precision. What the policy does not ask for is left empty and never read. The weight is packed once
+per optimizer step, the other two are rounded once per micro-batch. A site number of -1 is a layer that is no site and
 stays in full precision. Where a sample's factor is NaN, that sample is left out, whatever its values are.
+
+Convolutions give their results channels-last, so that nothing is laid out anew between two of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from dpquant_compile.backends import per_sample
-from dpquant_compile.backends.ops import fake_forward, fake_grad_input, layout_of, plain_dtypes, site_call, streams_of
-from dpquant_compile.backends.reference import full_forward, full_grad_input
-from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
-from dpquant_compile.quantize import to_samples
-from dpquant_compile.sites import BatchAxis
+from dpquant_compile.backends.clipped import FULL_SITE, ClippedSite
+from dpquant_compile.backends.ops import output_shape, plain_dtypes, site_call, streams_of
+from dpquant_compile.backends.per_sample import wide_dtype
+from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
 
-__all__ = ["prepare_weight"]
+__all__ = ["channels_last", "empty_packed", "pack_weight"]
+
+# What all operators end on: the link table, then what is fixed about the call.
+_TABLE = "Tensor policy, Tensor keys, Tensor samples"
+_STATIC = "str op, int site, int call, int[] geometry, int[] axes, str recipe"
+_X = "Tensor x, Tensor? codes, Tensor? unit"
+_GRAD = "Tensor grad, Tensor? grad_codes, Tensor? grad_unit"
+
+_LIBRARY = torch.library.Library("dpquant", "FRAGMENT")
 
 
-def prepare_weight(weight: Tensor, keys: Tensor, low: bool, call: SiteCall) -> Tensor:
-    """The weight as this step's products take it: rounded, or itself."""
-    if not low:
-        return weight.detach()
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Define an operator. Not by `custom_op`: these run a hundred times a step, and its wrappers cost as much again."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, function, device)
+        return function
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.register_fake(f"dpquant::{name}", function, lib=_LIBRARY)
+        return function
+
+    return register
+
+
+def channels_last(op: str) -> torch.memory_format:
+    """The layout of what a private program's site computes."""
+    return {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}.get(op, torch.contiguous_format)
+
+
+def pack_weight(weight: Tensor, keys: Tensor, call: SiteCall) -> Tensor:
+    """The weight as the low-precision products of this step take it."""
     chosen = choose_kernel(call, weight.device).kernel.arithmetic
     with torch.no_grad():
-        return chosen.weight(weight.detach(), call, Streams(keys, keys.new_zeros(0)))
+        return chosen.packed(weight.detach(), call, Streams(keys, keys.new_zeros(0)))
 
 
-@torch.library.custom_op("dpquant::computed_weight", mutates_args=())
-def computed_weight(weight: Tensor, policy: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
-    """`prepare_weight` for a weight that forward computes of parameters, and so cannot be prepared before it."""
-    call = site_call("linear", site, 0, recipe, [0, 1, 1, 0, 1, 1])
-    return prepare_weight(weight, keys, bool(policy[site].item()), call).clone(memory_format=torch.contiguous_format)
+def empty_packed(weight: Tensor, call: SiteCall) -> Tensor:
+    """What stands in for a packed weight where the policy is full precision."""
+    return choose_kernel(call, weight.device).kernel.arithmetic.empty_packed(weight.detach(), call)
 
 
-@computed_weight.register_fake
-def _fake_computed(weight: Tensor, policy: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+@lru_cache(maxsize=4096)
+def _decoded(
+    op: str, site: int, call: int, geometry: tuple[int, ...], axes: tuple[int, ...], recipe: str, device: torch.device
+) -> tuple[SiteCall, Arithmetic]:
+    spec = site_call(op, site, call, recipe, axes, geometry)
+    return spec, choose_kernel(spec, device).kernel.arithmetic
 
 
-class _Site:
-    """The operands of one call of an operator, decoded: `low` is what runs it, None in full precision.
+class _Call:
+    """One call of an operator, decoded. `low` is what runs it in low precision; None in full precision."""
 
-    `call` and `taps` are for a kernel without the taps that only ever meet padding.
-    """
-
-    def __init__(
-        self, x: Tensor, weight: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, static: Sequence[Any]
-    ) -> None:
+    def __init__(self, table: Sequence[Tensor], static: Sequence[Any], device: torch.device) -> None:
+        policy, self.keys, self.samples = table
         op, site, call, geometry, axes, recipe = static
-        self.call = site_call(op, site, call, recipe, axes, geometry)
-        self.whole = self.call
-        self.taps: tuple[slice, ...] | None = None
-        if self.call.geometry is not None:
-            self.taps = per_sample.trimmed(self.call.geometry, tuple(x.shape[2:]), tuple(weight.shape[2:]))
-            if self.taps is not None:
-                g = self.call.geometry
-                padding = tuple(p - t.start * d for p, t, d in zip(g.padding, self.taps, g.dilation, strict=True))
-                self.call = replace(self.call, geometry=replace(g, padding=padding))
-        self.streams = streams_of(keys, samples, x, self.call.axis)
-        on = site >= 0 and bool(policy[site].item())
-        self.low: Arithmetic | None = choose_kernel(self.call, x.device).kernel.arithmetic if on else None
+        self.spec, kernel = _decoded(op, site, call, tuple(geometry), tuple(axes), recipe, device)
+        self.kernel = kernel
+        self.low: Arithmetic | None = kernel if site >= 0 and policy[site].item() else None
+        self.layout = channels_last(op)
 
-    def trim(self, weight: Tensor) -> Tensor:
-        """The weight without dead taps."""
-        return weight if self.taps is None else weight[(slice(None), slice(None), *self.taps)].contiguous()
+    def streams(self, x: Tensor) -> Streams:
+        return streams_of(self.keys, self.samples, x, self.spec.axis)
 
-    def untrim(self, grads: Tensor, weight: Tensor) -> Tensor:
-        """Gradients [..., *trimmed] as gradients of the whole weight: dead taps have none."""
-        if self.taps is None:
-            return grads
-        lead = grads.shape[: grads.dim() - weight.dim()]
-        whole = grads.new_zeros((*lead, *weight.shape))
-        inside: tuple[Any, ...] = (..., slice(None), slice(None), *self.taps)
-        whole[inside] = grads
-        return whole
+    def shapes(self, x: Sequence[int], weight: Tensor) -> Shapes:
+        axis = self.spec.axis
+        y = output_shape(tuple(x), tuple(weight.shape), self.spec.geometry)
+        return Shapes(tuple(x), tuple(weight.shape), y, x[axis.dim] // (axis.outer * axis.inner))
 
-    def operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and output gradient as the products of this precision take them."""
+    def operand(self, value: Tensor, codes: Tensor | None, unit: Tensor | None) -> Operand:
         if self.low is None:
-            return x, grad
-        return self.low.input(x, self.call, self.streams), self.low.grad(grad, self.call, self.streams)
+            return Operand(value, value)
+        assert codes is not None and unit is not None
+        return Operand(codes, unit)
 
     @property
-    def rounds_grads(self) -> bool:
-        return self.low is not None and self.call.recipe.outputs == "all"
-
-    def rounded_grads(self, x: Tensor, grad: Tensor, weight: Tensor, use: Callable[[Tensor, slice], None]) -> None:
-        """Hand the rounded gradient of every sample to `use`, a few samples at a time."""
-        assert self.low is not None
-        batch = self.streams.samples.shape[0]
-        step = max(1, (16 << 20) // max(4 * weight.numel(), 1))
-        xs, all_grads = to_samples(x, self.call.axis), to_samples(grad, self.call.output_axis)
-        call = replace(self.call, axis=BatchAxis(0), output_axis=BatchAxis(0))
-        for start in range(0, batch, step):
-            part = slice(start, min(start + step, batch))
-            grads = per_sample.sample_grads(call, xs[part], all_grads[part], tuple(self.trim(weight).shape))
-            grads = self.untrim(grads, weight)
-            streams = Streams(self.streams.keys, self.streams.samples[part])
-            use(self.low.sample_grad(grads, self.call, streams), part)
+    def clipped(self) -> "Arithmetic | ClippedSite":
+        return FULL_SITE if self.low is None else self.low
 
 
-@torch.library.custom_op("dpquant::private_site", mutates_args=())
-def private_site(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
-    """`dpquant::site` with a prepared weight."""
-    this = _Site(x, weight, policy, keys, samples, (op, site, call, geometry, axes, recipe))
-    with plain_dtypes(x):
-        x = x.to(weight.dtype)
-        if this.low is None:
-            y = full_forward(op, this.call.geometry, x, this.trim(weight), bias)
-        else:
-            rounded = this.low.input(x, this.call, this.streams)
-            y = this.low.product(rounded, this.trim(weight), bias, this.call, this.streams)
-    return y.contiguous(memory_format=layout_of(op, x))
+@_operator("packed_weight", f"(Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
+def packed_weight(weight: Tensor, *rest: Any) -> Tensor:
+    """`pack_weight` for a weight that forward computes of parameters, and so cannot be packed before it."""
+    this = _Call(rest[:3], rest[3:], weight.device)
+    if this.low is None:
+        return empty_packed(weight, this.spec)
+    return pack_weight(weight, this.keys, this.spec).clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("dpquant::private_grad_input", mutates_args=())
-def private_grad_input(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
-    """`dpquant::site_grad_input` with a prepared weight."""
-    this = _Site(x, weight, policy, keys, samples, (op, site, call, geometry, axes, recipe))
+@_operator("round_operand", f"(Tensor x, {_TABLE}, str role, {_STATIC}) -> (Tensor, Tensor)")
+def round_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """An input or an output gradient as the kernel of the recipe keeps it; `role` says which."""
+    role, static = rest[3], rest[4:]
+    this = _Call(rest[:3], static, x.device)
+    axis = this.spec.axis if role == "input" else this.spec.output_axis
+    streams = streams_of(this.keys, this.samples, x, axis)
+    if this.low is None:
+        codes, unit = this.kernel.empty_operand(x, this.spec, streams.samples.shape[0])
+    else:
+        with plain_dtypes(x):
+            codes, unit = this.low.operand(x, role, this.spec, streams)
+    return codes, unit
+
+
+@_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {_TABLE}, {_STATIC}) -> Tensor")
+def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, *rest: Any) -> Tensor:
+    """`dpquant::site` with operands that are rounded already."""
+    this = _Call(rest[:3], rest[3:], x.device)
+    shapes = this.shapes(x.shape, weight)
     with plain_dtypes(x):
         if this.low is None:
-            dx = full_grad_input(this.call.geometry, grad, x.to(weight.dtype), this.trim(weight))
+            laid = x.to(weight.dtype).contiguous(memory_format=this.layout)
+            y = FULL_SITE.forward(laid, weight, bias, shapes, this.spec)
         else:
-            rounded = this.low.grad(grad, this.call, this.streams)
-            dx = this.low.product_grad_input(rounded, x, this.trim(weight), this.call, this.streams)
-    return dx.to(x.dtype).contiguous(memory_format=layout_of(op, x))
+            y = this.low.product(Operand(codes, unit), packed, bias, shapes, this.spec, this.streams(x))
+    return y.to(weight.dtype).contiguous(memory_format=this.layout)
 
 
-@torch.library.custom_op("dpquant::sample_norms", mutates_args=())
-def sample_norms(
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    method: str,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
+@_operator("private_grad_input", f"({_GRAD}, Tensor weight, Tensor? packed, {_TABLE}, int[] size, {_STATIC}) -> Tensor")
+def private_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, *rest: Any) -> Tensor:
+    """The gradient of a site's input, whose shape is `size`."""
+    this = _Call(rest[:3], rest[4:], grad.device)
+    shapes = this.shapes(rest[3], weight)
+    with plain_dtypes(grad):
+        if this.low is None:
+            # Of the input only shape and layout are asked for.
+            like = torch.empty(shapes.x, dtype=weight.dtype, device=grad.device, memory_format=this.layout)
+            laid = grad.contiguous(memory_format=this.layout)
+            dx = FULL_SITE.grad_input(laid, like, weight, shapes, this.spec)
+        else:
+            streams = streams_of(this.keys, this.samples, grad, this.spec.output_axis)
+            dx = this.low.product_grad_input(Operand(codes, unit), packed, shapes, this.spec, streams)
+    return dx.to(weight.dtype).contiguous(memory_format=this.layout)
+
+
+@_operator("sample_norms", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, str method, {_STATIC}) -> Tensor")
+def sample_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
     """‖Gᵢ‖² [B] of the weight's per-sample gradients, never less than what the weighted sum takes of a sample."""
-    this = _Site(x, weight, policy, keys, samples, (op, site, call, geometry, axes, recipe))
+    weight, table, method, static = rest[0], rest[1:4], rest[4], rest[5:]
+    this = _Call(table, static, x.device)
     with plain_dtypes(x):
-        x, grad = this.operands(x.to(weight.dtype), grad)
-        if not this.rounds_grads:
-            return per_sample.sample_norms(this.call, x, grad, tuple(this.trim(weight).shape), method)
-        norms = torch.zeros(this.streams.samples.shape[0], dtype=_wide(x), device=x.device)
-
-        def measure(grads: Tensor, part: slice) -> None:
-            norms[part] = grads.to(norms.dtype).flatten(1).square().sum(1)
-
-        this.rounded_grads(x, grad, weight, measure)
-        return norms
+        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        shapes = this.shapes(x.shape, weight)
+        norms = this.clipped.sample_norms(xs, grads, shapes, method, this.spec, this.streams(x))
+    return norms.to(wide_dtype(weight))
 
 
-@torch.library.custom_op("dpquant::sample_grads", mutates_args=())
-def sample_grads(
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
-    """Gᵢ [B, *weight]: for weights so small, or used so, that they are better kept."""
-    this = _Site(x, weight, policy, keys, samples, (op, site, call, geometry, axes, recipe))
+@_operator("sample_grads", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
+def sample_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
+    """Gᵢ by tap, [B, N, taps · C]: for weights so small, or used so, that they are better kept."""
+    weight, table, static = rest[0], rest[1:4], rest[4:]
+    this = _Call(table, static, x.device)
     with plain_dtypes(x):
-        x, grad = this.operands(x.to(weight.dtype), grad)
-        grads = per_sample.sample_grads(this.call, x, grad, tuple(this.trim(weight).shape))
-        grads = this.untrim(grads, weight)
-        if this.rounds_grads:
-            assert this.low is not None
-            grads = this.low.sample_grad(grads, this.call, this.streams)
-    return grads.contiguous()
+        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        found = this.clipped.sample_grads(xs, grads, this.shapes(x.shape, weight), this.spec, this.streams(x))
+    return found.to(wide_dtype(weight)).contiguous()
 
 
-@torch.library.custom_op("dpquant::weighted_grad", mutates_args=())
-def weighted_grad(
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    factors: Tensor,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
-) -> Tensor:
+@_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {_TABLE}, {_STATIC}) -> Tensor")
+def weighted_grad(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
     """Σᵢ factorᵢ Gᵢ, leaving samples out whose factor is NaN."""
-    this = _Site(x, weight, policy, keys, samples, (op, site, call, geometry, axes, recipe))
+    weight, factors, table, static = rest[0], rest[1], rest[2:5], rest[5:]
+    this = _Call(table, static, x.device)
     with plain_dtypes(x):
-        x, grad = this.operands(x.to(weight.dtype), grad)
-        out = factors.isnan()
-        if bool(out.any()):
-            # Zero times NaN is NaN, so such a sample's values are taken out, not only its factor.
-            factors = factors.masked_fill(out, 0.0)
-            x = x.masked_fill(per_sample.spread(out, this.call.axis, x), 0.0)
-            grad = grad.masked_fill(per_sample.spread(out, this.call.output_axis, grad), 0.0)
-        if not this.rounds_grads:
-            total = per_sample.weighted_sum(this.call, x, grad, this.trim(weight), factors)
-            return this.untrim(total.to(_wide(x)), weight).contiguous()
-        total = torch.zeros(weight.shape, dtype=_wide(x), device=x.device)
-
-        def add(grads: Tensor, part: slice) -> None:
-            total.add_(torch.einsum("b,b...->...", factors[part].to(total.dtype), grads.to(total.dtype)))
-
-        this.rounded_grads(x, grad, weight, add)
-        return total
+        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        shapes = this.shapes(x.shape, weight)
+        total = this.clipped.weighted_grad(xs, grads, factors, shapes, this.spec, this.streams(x))
+    return total.to(wide_dtype(weight)).contiguous()
 
 
-@torch.library.custom_op("dpquant::sample_factors", mutates_args=())
+@_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> (Tensor, Tensor)")
 def sample_factors(
-    x: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
+    x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """D [B, T, N] and U [B, T, K] with Gᵢ = Dᵢᵀ Uᵢ, for a weight that is used at several places."""
-    this = _Site(x, weight, policy, keys, samples, (op, site, call, geometry, axes, recipe))
+    weight, table, static = rest[0], rest[1:4], rest[4:]
+    this = _Call(table, static, x.device)
     with plain_dtypes(x):
-        x, grad = this.operands(x.to(weight.dtype), grad)
-        left, right = per_sample.factors(this.whole, x, grad, tuple(weight.shape))
-    return left[:, 0].clone(memory_format=torch.contiguous_format), right[:, 0].clone(
-        memory_format=torch.contiguous_format
-    )
+        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        parts = this.clipped.sample_factors(xs, grads, this.shapes(x.shape, weight), this.spec)
+    left, right = (part.to(wide_dtype(weight)).clone(memory_format=torch.contiguous_format) for part in parts)
+    return left, right
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """Clipping, sums and noise are in float32 or wider."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+# Shapes and layouts, for tracing
 
 
-def _batch(x: Tensor, axes: Sequence[int]) -> Any:
-    return x.shape[axes[0]] // (axes[1] * axes[2])
+@_fake("packed_weight")
+def _fake_packed(weight: Tensor, *rest: Any) -> Tensor:
+    return empty_packed(weight, _spec(rest))
 
 
-private_site.register_fake(fake_forward)
-private_grad_input.register_fake(fake_grad_input)
+@_fake("round_operand")
+def _fake_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    spec = _spec(rest)
+    axis = spec.axis if rest[3] == "input" else spec.output_axis
+    kernel = choose_kernel(spec, x.device).kernel.arithmetic
+    codes, unit = kernel.empty_operand(x, spec, x.shape[axis.dim] // (axis.outer * axis.inner))
+    return codes, unit
 
 
-@sample_norms.register_fake
-def _fake_norms(x: Tensor, grad: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(_batch(x, rest[-2]), dtype=_wide(weight), device=x.device)
+@_fake("private_site")
+def _fake_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
+    shape = output_shape(tuple(x.shape), tuple(weight.shape), _spec(rest).geometry)
+    return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=channels_last(rest[-6]))
 
 
-@sample_grads.register_fake
-def _fake_grads(x: Tensor, grad: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.empty((_batch(x, rest[-2]), *weight.shape), dtype=_wide(weight), device=x.device)
+@_fake("private_grad_input")
+def _fake_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(rest[4], dtype=weight.dtype, device=grad.device, memory_format=channels_last(rest[-6]))
 
 
-@weighted_grad.register_fake
-def _fake_weighted(x: Tensor, grad: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(weight.shape, dtype=_wide(weight), device=x.device)
+@_fake("sample_norms")
+def _fake_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g: Any, u: Any, weight: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(_batch(x, rest), dtype=wide_dtype(weight), device=x.device)
 
 
-@sample_factors.register_fake
-def _fake_factors(x: Tensor, grad: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch = _batch(x, rest[-2])
+@_fake("sample_grads")
+def _fake_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g: Any, u: Any, weight: Tensor, *rest: Any) -> Tensor:
+    shape = (_batch(x, rest), weight.shape[0], weight.numel() // weight.shape[0])
+    return torch.empty(shape, dtype=wide_dtype(weight), device=x.device)
+
+
+@_fake("weighted_grad")
+def _fake_weighted(x: Tensor, c: Any, u: Any, grad: Tensor, g: Any, v: Any, weight: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(weight.shape, dtype=wide_dtype(weight), device=x.device)
+
+
+@_fake("sample_factors")
+def _fake_factors(
+    x: Tensor, c: Any, u: Any, grad: Tensor, g: Any, v: Any, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    batch = _batch(x, rest)
     count = grad.numel() // (batch * weight.shape[0])
-    k = weight.numel() // weight.shape[0]
-    dtype = _wide(weight)
-    return (
-        torch.empty((batch, count, weight.shape[0]), dtype=dtype, device=x.device),
-        torch.empty((batch, count, k), dtype=dtype, device=x.device),
-    )
+    widths = (weight.shape[0], weight.numel() // weight.shape[0])
+    left, right = (torch.empty((batch, count, n), dtype=wide_dtype(weight), device=x.device) for n in widths)
+    return left, right
+
+
+def _spec(rest: Sequence[Any]) -> SiteCall:
+    op, site, call, geometry, axes, recipe = rest[-6:]
+    return site_call(op, site, call, recipe, axes, geometry)
+
+
+def _batch(x: Tensor, rest: Sequence[Any]) -> int:
+    dim, outer, inner = rest[-2][:3]
+    return cast(int, x.shape[dim] // (outer * inner))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, policy, keys, samples, *rest = inputs
-    ctx.save_for_backward(x, weight, policy, keys, samples)
-    ctx.rest = rest
+    x, _, _, weight, packed, _, policy, keys, samples, *static = inputs
+    ctx.save_for_backward(weight, packed, policy, keys, samples)
+    ctx.size, ctx.static = list(x.shape), static
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     # The gradients of weight and bias are not autograd's here: clipping takes them from x and grad.
     dx = None
     if ctx.needs_input_grad[0]:
-        dx = torch.ops.dpquant.private_grad_input(grad, *ctx.saved_tensors, *ctx.rest)
-    return (dx, *[None] * (5 + len(ctx.rest)))
+        weight, packed, *table = ctx.saved_tensors
+        codes, unit = torch.ops.dpquant.round_operand(grad, *table, "grad_output", *ctx.static)
+        dx = torch.ops.dpquant.private_grad_input(grad, codes, unit, weight, packed, *table, ctx.size, *ctx.static)
+    return (dx, *[None] * (8 + len(ctx.static)))
 
 
-private_site.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("dpquant::private_site", _backward, setup_context=_save, lib=_LIBRARY)

@@ -9,77 +9,22 @@ so the same rounded x serves forward and grad_weight, and no pass keeps random s
 stay in full precision. This file is the numerics that every other backend is tested against.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from dpquant_compile.backends.registry import Kernel, SiteCall, Streams, register_kernel
+from dpquant_compile.backends.clipped import ClippedSite
+from dpquant_compile.backends.full import full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
 from dpquant_compile.bits import ROLES, fold
 from dpquant_compile.quantize import quantize_values, to_samples
-from dpquant_compile.sites import BatchAxis, ConvGeometry
+from dpquant_compile.sites import BatchAxis
 
-__all__ = [
-    "REFERENCE_SITE",
-    "EmulatedSite",
-    "Products",
-    "Quantizer",
-    "full_forward",
-    "full_grad_input",
-    "full_grad_params",
-]
+__all__ = ["REFERENCE_SITE", "EmulatedSite", "Products", "Quantizer", "key_of"]
 
 Quantizer = Callable[[Tensor, str, Tensor, Tensor, BatchAxis | None, int], Tensor]
-_CONVS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
-
-
-def full_forward(op: str, geometry: ConvGeometry | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The site in full precision."""
-    if geometry is None:
-        return F.linear(x, weight, bias)
-    return _CONVS[op](x, weight, bias, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
-
-
-def full_grad_input(geometry: ConvGeometry | None, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the site's input, as autograd computes it for the plain operator."""
-    if geometry is None:
-        return _rows(grad).mm(weight).reshape(x.shape)
-    return _conv_backward(geometry, grad, x, weight, [True, False, False])[0]
-
-
-def full_grad_params(
-    geometry: ConvGeometry | None, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
-) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias, as autograd computes them; what `mask` leaves out is an empty tensor."""
-    if geometry is None:
-        rows = _rows(grad)
-        weight_grad = rows.t().mm(_rows(x)) if mask[0] else weight.new_empty(0)
-        if not mask[1]:
-            return weight_grad, weight.new_empty(0)
-        # torch folds the leading dimensions of a contiguous input only, and sums in the order that follows.
-        leading = list(range(grad.dim() - 1))
-        return weight_grad, rows.sum(0) if x.is_contiguous() else grad.sum(leading) if leading else grad
-    _, weight_grad, bias_grad = _conv_backward(geometry, grad, x, weight, [False, *mask])
-    return weight_grad if mask[0] else weight.new_empty(0), bias_grad if mask[1] else weight.new_empty(0)
-
-
-def _rows(x: Tensor) -> Tensor:
-    # Not reshape(-1, n): minus one is ambiguous for a batch of no samples.
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _conv_backward(
-    geometry: ConvGeometry, grad: Tensor, x: Tensor, weight: Tensor, mask: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    g = geometry
-    rank = len(g.stride)
-    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-        grad, x, weight, [weight.shape[0]], g.stride, g.padding, g.dilation, False, [0] * rank, g.groups, mask
-    )
-    return result
 
 
 @dataclass(frozen=True)
@@ -92,36 +37,39 @@ class Products:
 
 
 @dataclass(frozen=True)
-class EmulatedSite:
-    """The three products with rounded operands, in full-precision arithmetic; `quantizer` does the rounding."""
+class EmulatedSite(ClippedSite):
+    """The products of rounded operands, in full-precision arithmetic; `quantizer` does the rounding."""
 
     quantizer: Quantizer
     products: Products = Products()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
-        return self.product(self.input(x, call, streams), self.weight(weight, call, streams), bias, call, streams)
+        x, weight = self.input(x, call, streams), self.weight(weight, call, streams)
+        return self.rounded_product(x, weight, bias, call, streams)
 
     def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         grad, weight = self.grad(grad, call, streams), self.weight(weight, call, streams)
-        return self.product_grad_input(grad, x, weight, call, streams)
+        return self.rounded_grad_input(grad, x, weight, call, streams)
 
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         grad, x = self.grad(grad, call, streams), self.input(x, call, streams)
-        return self.product_grad_weight(grad, x, weight, call, streams)
+        return self.rounded_grad_weight(grad, x, weight, call, streams)
 
     # The products of operands that are rounded already
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
+    def rounded_product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams
+    ) -> Tensor:
         y = self.products.forward(call.op, call.geometry, x, weight, None)
         if bias is not None:
             y = y + (bias if call.geometry is None else bias.view(-1, *(1 for _ in call.geometry.stride)))
         return y if call.recipe.outputs == "none" else self._activation(y, "output", call, streams, call.output_axis)
 
-    def product_grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+    def rounded_grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         dx = self.products.grad_input(call.geometry, grad, x, weight)
         return dx if call.recipe.outputs == "none" else self._activation(dx, "grad_input", call, streams, call.axis)
 
-    def product_grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+    def rounded_grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         if call.recipe.outputs == "all":
             return self.summed_sample_grads(grad, x, weight, call, streams)
         return self.products.grad_params(call.geometry, grad, x, weight, (True, False))[0]
@@ -140,6 +88,38 @@ class EmulatedSite:
             total += self.sample_grad(dw[None], call, Streams(streams.keys, streams.samples[i : i + 1]))[0]
         return total
 
+    # Operands of private programs: the rounded values themselves
+
+    def operand(self, x: Tensor, role: str, call: SiteCall, streams: Streams) -> Operand:
+        rounded = self.input(x, call, streams) if role == "input" else self.grad(x, call, streams)
+        like = torch.empty_like(x)  # the layout of `empty_operand`, which is what a traced program takes it to be
+        return Operand(rounded if rounded.stride() == like.stride() else like.copy_(rounded), x.new_empty(0))
+
+    def packed(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        return self.weight(weight, call, streams)
+
+    def empty_operand(self, x: Tensor, call: SiteCall, batch: int) -> Operand:
+        return Operand(torch.empty_like(x), x.new_empty(0))
+
+    def empty_packed(self, weight: Tensor, call: SiteCall) -> Tensor:
+        return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+    def product(
+        self, x: Operand, packed: Tensor, bias: Tensor | None, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        taps = self.taps(shapes, call)
+        return self.rounded_product(x.codes, taps.weight(packed), bias, taps.call, streams)
+
+    def product_grad_input(
+        self, grad: Operand, packed: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        taps = self.taps(shapes, call)
+        # Of the input only shape and layout are asked for.
+        x = torch.empty(shapes.x, dtype=grad.codes.dtype, device=grad.codes.device)
+        if grad.codes.dim() == 4 and grad.codes.is_contiguous(memory_format=torch.channels_last):
+            x = x.contiguous(memory_format=torch.channels_last)
+        return self.rounded_grad_input(grad.codes, x, taps.weight(packed), taps.call, streams)
+
     # Rounding
 
     def input(self, x: Tensor, call: SiteCall, streams: Streams) -> Tensor:
@@ -156,15 +136,16 @@ class EmulatedSite:
 
     def sample_grad(self, grads: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         # The gradients [B, *weight] of samples, each with its own scale and bits; blocks run along the input features.
-        key = _key("grad_weight", call, streams)
+        key = key_of("grad_weight", call, streams)
         return self.quantizer(grads, call.recipe.format, key, streams.samples, BatchAxis(0), 2)
 
     def _activation(self, x: Tensor, role: str, call: SiteCall, streams: Streams, axis: BatchAxis) -> Tensor:
         features = -1 if call.geometry is None else 1
-        return self.quantizer(x, call.recipe.format, _key(role, call, streams), streams.samples, axis, features)
+        return self.quantizer(x, call.recipe.format, key_of(role, call, streams), streams.samples, axis, features)
 
 
-def _key(role: str, call: SiteCall, streams: Streams) -> Tensor:
+def key_of(role: str, call: SiteCall, streams: Streams) -> Tensor:
+    """The key of a tensor's random bits: by site, role, step and call."""
     return fold(streams.keys[call.site, ROLES.index(role)], call.call)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,18 @@ from dpquant_compile.errors import KernelError, RegistryError, listing
 from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["Choice", "Kernel", "SiteCall", "Streams", "backend_names", "choose_kernel", "register_kernel"]
+__all__ = [
+    "Arithmetic",
+    "Choice",
+    "Kernel",
+    "Operand",
+    "Shapes",
+    "SiteCall",
+    "Streams",
+    "backend_names",
+    "choose_kernel",
+    "register_kernel",
+]
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,27 @@ class Streams:
     samples: Tensor
 
 
+class Operand(NamedTuple):
+    """An input or an output gradient as a kernel keeps it: numbers in a form of its own, and one unit per sample."""
+
+    codes: Tensor
+    unit: Tensor
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of one call of a site: its input, weight and output, and how many samples there are."""
+
+    x: tuple[int, ...]
+    weight: tuple[int, ...]
+    y: tuple[int, ...]
+    batch: int
+
+
 class Arithmetic(Protocol):
-    """The three products of a quantized site. Gradients come back in full precision unless `outputs` says else."""
+    """One way to compute a quantized site. Results come in full precision unless the recipe's `outputs` says else."""
+
+    # A step without clipping
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor: ...
 
@@ -45,21 +75,43 @@ class Arithmetic(Protocol):
 
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
 
-    # What each operand is rounded to, and the products of rounded operands
+    # Operands that are rounded once and used several times. `role` is "input" or "grad_output".
 
-    def input(self, x: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
+    def operand(self, x: Tensor, role: str, call: SiteCall, streams: Streams) -> Operand: ...
 
-    def grad(self, grad: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
+    def packed(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
 
-    def weight(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
+    def empty_operand(self, x: Tensor, call: SiteCall, batch: int) -> Operand:
+        """Tensors like those of `operand`, with nothing in them."""
 
-    def sample_grad(self, grads: Tensor, call: SiteCall, streams: Streams) -> Tensor: ...
+    def empty_packed(self, weight: Tensor, call: SiteCall) -> Tensor:
+        """A tensor like that of `packed`, with nothing in it."""
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor: ...
+    # Products of such operands
+
+    def product(
+        self, x: Operand, packed: Tensor, bias: Tensor | None, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor: ...
 
     def product_grad_input(
-        self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams
+        self, grad: Operand, packed: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
     ) -> Tensor: ...
+
+    def sample_norms(
+        self, x: Operand, grad: Operand, shapes: Shapes, method: str, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        """‖Gᵢ‖² [B] of the per-sample weight gradients, never less than what `weighted_grad` takes of a sample."""
+
+    def sample_grads(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall, streams: Streams) -> Tensor:
+        """Gᵢ by tap: [B, N, taps · C], for a weight [N, C, *taps]."""
+
+    def weighted_grad(
+        self, x: Operand, grad: Operand, factors: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        """Σᵢ factorᵢ Gᵢ; a sample whose factor is NaN is left out, whatever its values are."""
+
+    def sample_factors(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Tensor, Tensor]:
+        """D [B, T, N] and U [B, T, K] with Gᵢ = Dᵢᵀ Uᵢ, for a conv of one group or a linear."""
 
 
 @dataclass(frozen=True)

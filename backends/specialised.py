@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpquant_compile.backends.full import full_forward, full_grad_input, full_grad_params
 from dpquant_compile.backends.ops import (
     axis_list,
     bias_grad,
@@ -18,14 +19,7 @@ from dpquant_compile.backends.ops import (
     site_call,
     streams_of,
 )
-from dpquant_compile.backends.reference import (
-    REFERENCE_SITE,
-    EmulatedSite,
-    Products,
-    full_forward,
-    full_grad_input,
-    full_grad_params,
-)
+from dpquant_compile.backends.reference import REFERENCE_SITE, EmulatedSite, Products
 from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
 from dpquant_compile.quantize import quantize_values
 from dpquant_compile.sites import ConvGeometry
@@ -149,7 +143,7 @@ class _LowPrecisionSite(torch.autograd.Function):
         ctx.save_for_backward(rounded, rounded_weight, keys, samples)
         ctx.spec, ctx.layout = spec, layout_of(spec.op, x)
         with plain_dtypes(x):
-            y = _SEALED_SITE.product(rounded, rounded_weight, bias, spec, streams)
+            y = _SEALED_SITE.rounded_product(rounded, rounded_weight, bias, spec, streams)
         return y.contiguous(memory_format=ctx.layout)
 
     @staticmethod
@@ -160,11 +154,11 @@ class _LowPrecisionSite(torch.autograd.Function):
         grad = _SEALED_SITE.grad(grads[0], spec, streams)
         dx = dw = db = None
         if need_x:
-            dx = _SEALED_SITE.product_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
+            dx = _SEALED_SITE.rounded_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
         if need_weight and spec.recipe.outputs == "all":
             dw = torch.ops.dpquant.sample_grad_sum(grad, x, weight, keys, samples, *_plain(spec))
         elif need_weight:
-            dw = _SEALED_SITE.product_grad_weight(grad, x, weight, spec, streams)
+            dw = _SEALED_SITE.rounded_grad_weight(grad, x, weight, spec, streams)
         if need_bias:
             db = bias_grad(grads[0], spec)
         return (dx, dw, db, *[None] * 8)

@@ -5,7 +5,8 @@
 
 Times are medians over repeats that alternate between the contestants, on two threads: forward, backward and clipping
 in one column, noise and the optimizer's step in the other. Peak memory is the high-water mark of resident memory over
-a few steps, each contestant in a process of its own; "net" is what that lies above the process before its model.
+a step after the first, each contestant in a process of its own; "net" is what that lies above the process before its
+model.
 """
 
 import argparse
@@ -143,17 +144,18 @@ def timed(function: Callable[[], None]) -> float:
 
 
 def measure(config: Config, kinds: tuple[str, ...], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Times of all contestants, taken in turn. A slow one has fewer turns: about three in the time of the others."""
+    """Times of all contestants, taken in turn. A slow one has fewer turns: three, or one if it is very slow."""
     made = {kind: contestant(kind, config) for kind in kinds}
     warm = {}
     for kind, one in made.items():
-        for _ in range(2):
+        for _ in range(1 if kind == "functorch" else 2):
             warm[kind] = timed(one.gradients) + timed(one.step)
     times: dict[str, dict[str, list[float]]] = {kind: {"gradients": [], "step": []} for kind in kinds}
     quickest = min(warm.values())
     for turn in range(repeats):
         for kind, one in made.items():
-            if warm[kind] > 8 * quickest and turn % max(1, repeats // 3):
+            every = repeats if warm[kind] > 50 * quickest else max(1, repeats // 3) if warm[kind] > 8 * quickest else 1
+            if turn % every:
                 continue
             times[kind]["gradients"].append(timed(one.gradients))
             times[kind]["step"].append(timed(one.step))
@@ -169,7 +171,7 @@ def _status(key: str) -> float:
 
 
 def peak_memory(kind: str, config: Config) -> dict[str, float]:
-    """Peak resident memory of three steps of one contestant; run in a fresh process."""
+    """Peak resident memory of a step of one contestant after a first one; run in a fresh process."""
     torchvision_compat.models()
     gc.collect()
     before = _status("VmRSS")
@@ -178,9 +180,8 @@ def peak_memory(kind: str, config: Config) -> dict[str, float]:
     one.step()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew: compilation is not a step
-    for _ in range(3):
-        one.gradients()
-        one.step()
+    one.gradients()
+    one.step()
     return {"peak": _status("VmHWM"), "net": _status("VmHWM") - before}
 
 

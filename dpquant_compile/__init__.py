@@ -14,10 +14,13 @@ from dpquant_compile.private.plan import plan
 from dpquant_compile.private.scheduler import Scheduler
 from dpquant_compile.quantize import quantize
 from dpquant_compile.sites import Site, SiteTable
+from dpquant_compile.speedup import Accelerator, Speedup, StageTimes, TotalTimes, estimate_speedup
+from dpquant_compile.stages import measure_stages
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accelerator",
     "CompiledModule",
     "Format",
     "Ledger",
@@ -27,13 +30,18 @@ __all__ = [
     "Session",
     "Site",
     "SiteTable",
+    "Speedup",
+    "StageTimes",
+    "TotalTimes",
     "__version__",
     "compile",
     "decode",
     "encode",
     "errors",
+    "estimate_speedup",
     "format_names",
     "get_format",
+    "measure_stages",
     "pack4",
     "plan",
     "quantize",

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["ROLES", "fold", "random_bits", "sample_keys", "site_keys"]
+__all__ = ["ROLES", "fold", "fold_int", "random_bits", "sample_keys", "site_keys"]
 
 ROLES = ("input", "weight", "grad_output", "output", "grad_input", "grad_weight")
 
@@ -76,6 +76,14 @@ def site_keys(seed: int, step: int, site_names: Sequence[str]) -> Tensor:
 def fold(key: Tensor, value: int) -> Tensor:
     """New keys, a deterministic function of `key` and `value`, distinct for distinct values (e.g. a call number)."""
     return _mix64((key ^ _FOLD) + value)
+
+
+def fold_int(key: int, value: int) -> int:
+    """`fold` for a key that is a number already."""
+    x, mask = ((key ^ _FOLD) + value) % (1 << 64), (1 << 64) - 1
+    x = (x ^ (x >> 30)) * _MIX_A & mask
+    x = (x ^ (x >> 27)) * _MIX_B & mask
+    return _signed64(x ^ (x >> 31))
 
 
 def sample_keys(key: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,12 +31,12 @@ Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 class Program:
     """One graph that is ready to run.
 
-    base       canonical graph with shapes and batch axes, from which variants are made
-    switched   the same with a switch at each site
-    call       runs `switched`, compiled as the spec asks
-    rows       row of each site's name in the link table
-    any_batch  whether it holds for all batch sizes, or only for the one it was captured with
-    example    arguments of the first call, without their data
+    base         canonical graph with shapes and batch axes, from which variants are made
+    switched     the same with a switch at each site
+    call         runs `switched`, compiled as the spec asks
+    rows         row of each site's name in the link table
+    any_batch    whether it holds for all batch sizes, or only for the one it was captured with
+    example      arguments of the first call, without their data
     traced_from  the trace it was made of; programs of one trace may be shared between shapes
     """
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpquant_compile import pipeline
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import NotCapturedError
-from dpquant_compile.passes.infra import bind_inputs, draws_random
+from dpquant_compile.passes.infra import bind_inputs, draws_random, read_attribute
 from dpquant_compile.passes.insert_switches import LINK_TABLE
 from dpquant_compile.passes.split_blocks import block_key, lift_tensors, split_blocks
 from dpquant_compile.policy import Policy
@@ -78,13 +78,9 @@ class _Variant:
         if name.startswith(f"{LINK_TABLE}.keys["):
             row = int(name.removesuffix("]").rpartition("[")[2])
             return self.table.keys[row : row + 1]
-        value: Any = self.owner
-        atoms = name.split(".")
-        if atoms[0] == LINK_TABLE:
-            value, atoms = self.table, atoms[1:]
-        for atom in atoms:
-            value = getattr(value, atom)
-        return value
+        if name.startswith(f"{LINK_TABLE}."):
+            return read_attribute(self.table, name.removeprefix(f"{LINK_TABLE}."))
+        return read_attribute(self.owner, name)
 
 
 class _Worker:

@@ -240,19 +240,8 @@ def _reduce(call: OpCall) -> Axis:
     return axis if keep else _moved(axis, axis.dim - sum(1 for d in dims if d < axis.dim))
 
 
-@rule(
-    "_softmax",
-    "_log_softmax",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "glu",
-    "flip",
-    "sort",
-    "topk",
-    "_safe_softmax",
-    "roll",
-)
+@rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp")
+@rule("glu", "flip", "sort", "topk", "roll")
 def _along(call: OpCall) -> Axis:
     position = 2 if call.name in ("topk", "roll") else 1
     default: Any = [] if call.name == "roll" else -1  # without dims, roll runs over the flattened tensor

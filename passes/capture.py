@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.errors import CaptureError
-from dpquant_compile.passes.infra import copy_graph, graph_module_over, node_source, user_frames
+from dpquant_compile.passes.infra import copy_graph, graph_module_over, node_source, read_attribute, user_frames
 
 __all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Snapshot", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
 
@@ -156,7 +156,7 @@ def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | No
         if node.op == "get_attr" and node.target not in owned:
             name = str(node.target).replace(".", "_")
             value = (constants or {}).get(str(node.target))
-            value = _attribute(model, node.target) if value is None else value
+            value = read_attribute(model, node.target) if value is None else value
             holder.register_buffer(name, value, persistent=False)
             node.target = f"_const.{name}"
     gm = graph_module_over(model, fx.Graph(), type(model).__name__)
@@ -251,7 +251,7 @@ def _renamed(exported: fx.GraphModule, model: nn.Module) -> fx.Graph:
         names.setdefault(id(tensor), name)
     for node in exported.graph.nodes:
         if node.op == "get_attr":
-            value = _attribute(exported, node.target)
+            value = read_attribute(exported, node.target)
             if isinstance(value, torch.Tensor):
                 node.target = names.get(id(value), f"_const.{str(node.target).replace('.', '_')}")
     return exported.graph
@@ -271,13 +271,6 @@ def _constants(exported: fx.GraphModule, graph: fx.Graph) -> nn.Module | None:
 def _tensor_attributes(gm: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
     plain = [(name, value) for name, value in vars(gm).items() if isinstance(value, torch.Tensor)]
     return [*gm.named_buffers(), *gm.named_parameters(), *plain]
-
-
-def _attribute(root: nn.Module, target: Any) -> Any:
-    value: Any = root
-    for atom in str(target).split("."):
-        value = getattr(value, atom)
-    return value
 
 
 def _holds_for_all_batches(exported: fx.GraphModule) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "graph_module_over",
     "node_source",
     "op_name",
+    "read_attribute",
     "run_passes",
     "user_frames",
 ]
@@ -142,6 +143,13 @@ def op_name(node: fx.Node) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", node.target))
     return str(node.target) if node.op == "call_method" else node.op
+
+
+def read_attribute(root: Any, target: Any) -> Any:
+    """The value behind a dotted name, as the target of a get_attr node gives it."""
+    for atom in str(target).split("."):
+        root = getattr(root, atom)
+    return root
 
 
 def draws_random(node: fx.Node) -> bool:

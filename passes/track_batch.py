@@ -115,10 +115,8 @@ def _write(gm: fx.GraphModule, recorders: "list[_Recorder]") -> None:
         agree = all(n.get(key) == notes[0].get(key) for n in notes for key in ("axis", "output_axis"))
         node.meta |= notes[0]
         if not agree and "site" in node.meta:
-            site, reason = (
-                node.meta["site"],
-                "samples cannot be told apart here: where they lie depends on the batch size",
-            )
+            site = node.meta["site"]
+            reason = "samples cannot be told apart here: where they lie depends on the batch size"
             node.meta["skipped"] = Skipped(site.name, site.op, reason, node_source(node))
         if "skipped" in node.meta:
             node.meta.pop("site", None)
@@ -366,8 +364,8 @@ class _Recorder(fx.Interpreter):
         if axis.dim != expected:
             raise CaptureError(
                 f"site {site.name!r} ({node_source(node) or 'source line unknown'}): this attention takes dimension "
-                f"{expected} of [length, batch, width] for the batch, but dimension 0 of the model's inputs "
-                f"is in dimension {axis.dim} here. Fix: pass inputs batch first, and set batch_first=True."
+                f"{expected} of [length, batch, width] for the batch, but dimension 0 of the model's inputs is in "
+                f"dimension {axis.dim} here. Fix: pass inputs batch first, and set batch_first=True."
             )
         per_output = 2 * weight.numel() // weight.shape[0]
         measured = replace(

@@ -324,9 +324,8 @@ class _Isolation(_Tracker):
             return replace(axis, dim=0)  # statistics of channels, each of which is one sample's
         if any(isinstance(state, BatchAxis | Mixed) for state in states):
             norm = "BatchNorm in training mode normalises over the batch, and keeps its statistics"
-            return self.mixed(
-                Lost(norm if name in rules.BATCH_NORMS else f"{func} writes values of the batch"), str(func)
-            )
+            lost = Lost(norm if name in rules.BATCH_NORMS else f"{func} writes values of the batch")
+            return self.mixed(lost, str(func))
         return None
 
     def _follow_write(self, op: str, value: Tensor, before: State) -> None:

@@ -6,20 +6,16 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from quantizers import FORMATS, KEY, every_format, normal, parts, same_bits
 from torch import Tensor
 
 from dpquant_compile import formats
-from dpquant_compile.bits import site_keys
 from dpquant_compile.errors import FormatError, RegistryError
 from dpquant_compile.formats import Format, format_names, get_format, register_format
-from dpquant_compile.quantize import from_samples, quantize, quantize_parts, quantize_values, to_samples
+from dpquant_compile.quantize import from_samples, quantize, quantize_values, to_samples
 from dpquant_compile.sites import BatchAxis
 
-BUILT_IN = ("luq_fp4", "fp8_e5m2", "uniform4", "fp4_e2m1", "fp4_e2m1_nv")
 LARGEST = {"luq_fp4": 64.0, "fp8_e5m2": 57344.0, "uniform4": 7.0, "fp4_e2m1": 6.0, "fp4_e2m1_nv": 6.0}
-PLAIN = BatchAxis(0)
-KEY = site_keys(11, 0, ["test"])[0, 0]
-every_format = pytest.mark.parametrize("name", BUILT_IN)
 
 
 def round_ternary(x: Tensor, bits: Tensor, block_dim: int) -> tuple[Tensor, Tensor]:
@@ -35,11 +31,11 @@ def unchanged_registry() -> Iterator[None]:
 
 
 def test_built_in_names_and_bits() -> None:
-    assert format_names()[: len(BUILT_IN)] == BUILT_IN
-    assert [get_format(name).bits for name in BUILT_IN] == [4, 8, 4, 4, 4]
-    assert [get_format(name).block for name in BUILT_IN] == [None, None, None, 32, 16]
-    assert [get_format(name).packable for name in BUILT_IN] == [True, False, True, True, True]
-    assert all(str(get_format(name)) == name and "\n" not in get_format(name).describe for name in BUILT_IN)
+    assert format_names()[: len(FORMATS)] == FORMATS
+    assert [get_format(name).bits for name in FORMATS] == [4, 8, 4, 4, 4]
+    assert [get_format(name).block for name in FORMATS] == [None, None, None, 32, 16]
+    assert [get_format(name).packable for name in FORMATS] == [True, False, True, True, True]
+    assert all(str(get_format(name)) == name and "\n" not in get_format(name).describe for name in FORMATS)
 
 
 def test_built_in_grids() -> None:
@@ -47,7 +43,7 @@ def test_built_in_grids() -> None:
     assert get_format("uniform4").levels() == tuple(range(-8, 8))
     e2m1 = (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
     assert get_format("fp4_e2m1").levels() == get_format("fp4_e2m1_nv").levels() == e2m1
-    assert [get_format(name).symmetric for name in BUILT_IN] == [True, True, False, True, True]
+    assert [get_format(name).symmetric for name in FORMATS] == [True, True, False, True, True]
 
 
 def test_e5m2_grid_is_torchs() -> None:
@@ -106,19 +102,6 @@ def test_validation(changes: dict[str, object], message: str) -> None:
 
 
 # Rounding
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
-def parts(x: Tensor, name: str, axis: BatchAxis | None = PLAIN, block_dim: int = -1) -> tuple[Tensor, Tensor]:
-    samples = torch.arange(len(to_samples(x, axis)))
-    return quantize_parts(x, name, KEY, samples, axis, block_dim)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @every_format

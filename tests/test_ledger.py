@@ -1,6 +1,5 @@
 """The ledger: what it counts, and the hard stop."""
 
-import itertools
 import math
 import sys
 
@@ -8,24 +7,13 @@ import dp_accounting
 import pytest
 import torch
 from dp_accounting import pld
+from ledgers import ANALYSIS, DELTA, TRAINING, counts, exhaust, spent
 from opacus.accountants import PRVAccountant, RDPAccountant
 
 from dpquant_compile.errors import LedgerError, PrivacyBudgetError, PrivacySpecError
 from dpquant_compile.private import accounting
 from dpquant_compile.private import ledger as ledger_module
 from dpquant_compile.private.ledger import Entry, Ledger
-
-DELTA = 1e-5
-TRAINING = {"q": 0.02, "sigma": 1.0}
-ANALYSIS = {"q": 0.01, "sigma": 2.0}
-
-
-def spent(ledger, kind="training", **args):
-    ledger.spend(kind, **{**(TRAINING if kind == "training" else ANALYSIS), **args})
-
-
-def counts(ledger):
-    return [(entry.purpose, entry.steps) for entry in ledger.entries]
 
 
 @pytest.fixture(scope="module")
@@ -234,16 +222,6 @@ def fitting(accountant, before, target):
     while accounting.composed_epsilon(accountant, (*before, (1.0, 0.02, steps + 1)), DELTA) <= target:
         steps += 1
     return steps
-
-
-def exhaust(ledger):
-    """Spend training steps one by one until the ledger refuses; how many it took."""
-    for steps in itertools.count():
-        try:
-            spent(ledger)
-        except PrivacyBudgetError:
-            return steps
-    return None
 
 
 def test_hard_stop_is_exact():

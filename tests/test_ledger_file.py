@@ -1,6 +1,5 @@
 """The ledger on disk: the file that is ahead of every release, and resuming."""
 
-import itertools
 import json
 import os
 import random
@@ -12,32 +11,10 @@ import warnings
 
 import pytest
 import torch
+from ledgers import DELTA, TRAINING, counts, exhaust, spent
 
 from dpquant_compile.errors import LedgerError, PrivacyBudgetError
 from dpquant_compile.private.ledger import Ledger
-
-DELTA = 1e-5
-TRAINING = {"q": 0.02, "sigma": 1.0}
-ANALYSIS = {"q": 0.01, "sigma": 2.0}
-
-
-def spent(ledger, kind="training", **args):
-    ledger.spend(kind, **{**(TRAINING if kind == "training" else ANALYSIS), **args})
-
-
-def counts(ledger):
-    return [(entry.purpose, entry.steps) for entry in ledger.entries]
-
-
-def exhaust(ledger):
-    """Spend training steps one by one until the ledger refuses; how many it took."""
-    for steps in itertools.count():
-        try:
-            spent(ledger)
-        except PrivacyBudgetError:
-            return steps
-    return None
-
 
 # The file
 

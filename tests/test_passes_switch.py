@@ -24,6 +24,7 @@ from dpquant_compile.backends.specialised import low_precision_site
 from dpquant_compile.bits import site_keys
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.infra import read_attribute
 from dpquant_compile.passes.insert_switches import insert_switches
 from dpquant_compile.passes.mark_sites import collect_sites
 from dpquant_compile.passes.specialize import specialize
@@ -196,13 +197,10 @@ def test_switches_know_the_axes() -> None:
 
 def lifted(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Any]]:
     def read(name: str) -> Any:
-        value: Any = gm
         if name.startswith("_dpq.keys["):
             row = int(name[len("_dpq.keys[") : -1])
             return gm._modules["_dpq"].keys[row : row + 1]
-        for atom in name.split("."):
-            value = getattr(value, atom)
-        return value
+        return read_attribute(gm, name)
 
     graph, names = lift_tensors(gm, lambda name: tuple(read(name).shape))
     return graph, [read(name) for name in names]

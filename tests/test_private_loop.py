@@ -234,13 +234,13 @@ def test_samples_that_are_not_finite_add_nothing(policy: str) -> None:
 
 def test_weights_are_rounded_once_per_step_and_site(monkeypatch: pytest.MonkeyPatch) -> None:
     rounded = []
-    own = session_module.prepare_weight
+    own = session_module.pack_weight
 
-    def counted(weight: Tensor, keys: Tensor, low: bool, call: Any) -> Tensor:
-        rounded.extend([tuple(weight.shape)] if low else [])
-        return own(weight, keys, low, call)
+    def counted(weight: Tensor, keys: Tensor, call: Any) -> Tensor:
+        rounded.append(tuple(weight.shape))
+        return own(weight, keys, call)
 
-    monkeypatch.setattr(session_module, "prepare_weight", counted)
+    monkeypatch.setattr(session_module, "pack_weight", counted)
     run = made(policy="all", max_physical_batch_size=2)
     micro = train(run, epochs=2)
     assert len(run.model.sites) == 2 and micro > 8

@@ -119,9 +119,9 @@ def test_bits_by_place_instead_of_id(monkeypatch: Patch) -> None:
 
 
 def test_rounding_after_clipping(monkeypatch: Patch) -> None:
-    def rounded(call: SiteCall, x: Tensor, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        grads = per_sample.sample_grads(call, x, grad, tuple(weight.shape))
-        grads = grads * scale.reshape(-1, *(1 for _ in weight.shape))
+    def rounded(call: SiteCall, x: Tensor, grad: Tensor, shape: tuple[int, ...], scale: Tensor) -> Tensor:
+        grads = per_sample.as_weight(per_sample.sample_grads(call, x, grad, shape), shape)
+        grads = grads * scale.reshape(-1, *(1 for _ in shape))
         bits = torch.zeros(len(grads), dtype=torch.int64)  # the same for all: what a sample becomes is still its own
         return dpq.quantize(grads, "luq_fp4", samples=bits).sum(0)
 

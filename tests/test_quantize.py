@@ -8,33 +8,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from quantizers import FORMATS, KEY, every_format, normal, parts, same_bits
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpquant_compile.bits import random_bits, sample_keys, site_keys
+from dpquant_compile.bits import random_bits, sample_keys
 from dpquant_compile.errors import FormatError, NonFiniteError
 from dpquant_compile.formats import Format, get_format
 from dpquant_compile.quantize import from_samples, quantize, quantize_parts, quantize_values, to_samples
 from dpquant_compile.sites import BatchAxis
 
-FORMATS = ("luq_fp4", "fp8_e5m2", "uniform4", "fp4_e2m1", "fp4_e2m1_nv")
 TINY = 2.0**-126
-PLAIN = BatchAxis(0)
-KEY = site_keys(11, 0, ["test"])[0, 0]
-every_format = pytest.mark.parametrize("name", FORMATS)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
-
-
-def parts(x: Tensor, name: str, axis: BatchAxis | None = PLAIN, block_dim: int = -1) -> tuple[Tensor, Tensor]:
-    samples = torch.arange(len(to_samples(x, axis)))
-    return quantize_parts(x, name, KEY, samples, axis, block_dim)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Special numbers

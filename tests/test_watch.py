@@ -1,17 +1,16 @@
 """Watching a run: logs, the progress bar and the history show policies and ε, and nothing that was not noised."""
 
-import importlib.util
 import itertools
 import json
 import re
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_scheduler import SITES, Constant, engine_of
 from torch import Tensor
 
@@ -115,44 +114,28 @@ def test_a_resumed_run_tells_no_epoch_twice(tmp_path: Path) -> None:
     assert [json.loads(line)["epoch"] for line in log.path.read_text().splitlines()] == [0, 1, 2, 3]
 
 
-class Writer:
-    """In the place of TensorBoard's writer: notes what it is given."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder, self.scalars, self.flushed = folder, {}, 0
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.scalars[tag, step] = value
-
-    def flush(self) -> None:
-        self.flushed += 1
-
-
-def test_tensorboard_gets_scalars_of_the_same_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+def test_tensorboard_reads_back_scalars_of_the_same_fields(tmp_path: Path) -> None:
     log = TensorBoardLog(tmp_path)
     scheduler = dpq.Scheduler(engine_of(), epochs=2, estimator=Constant(0.1, 1.0), n_interval=1, logs=[log])
     run_epochs(scheduler, 2)
-    written: Any = log._writer
-    assert written.folder == str(tmp_path) and written.flushed == 2
-    assert {tag.split("/")[0] for tag, _ in written.scalars} == {"privacy", "schedule", "scores", "probabilities"}
-    assert written.scalars["privacy/epsilon", 1] == scheduler.engine.get_epsilon(1e-5)
-    assert written.scalars["schedule/sites in low precision", 0] == 2
-    assert {tag for tag, _ in written.scalars if tag.startswith("scores/")} == {f"scores/{site}" for site in SITES}
+    events = EventAccumulator(str(tmp_path)).Reload()  # flushed after each epoch: the writer is still open
+    scalars = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    assert set(scalars) == {
+        *("privacy/epsilon", "privacy/epsilon of training", "privacy/epsilon of analysis"),
+        *(f"{kind}/{site}" for kind in ("scores", "probabilities") for site in SITES),
+        "schedule/sites in low precision",
+    }
+    assert set(scalars["privacy/epsilon"]) == {0, 1}
+    assert scalars["privacy/epsilon"][1] == pytest.approx(scheduler.engine.get_epsilon(1e-5))
+    assert scalars["schedule/sites in low precision"] == {0: 2, 1: 2}
+    for site in SITES:
+        assert scalars[f"scores/{site}"][1] == pytest.approx(scheduler.history[1].scores[site])
 
 
-def test_tensorboard_reads_back_or_says_what_is_missing(tmp_path: Path) -> None:
-    if importlib.util.find_spec("tensorboard") is None:
-        with pytest.raises(PrivacySpecError, match="pip install tensorboard"):
-            TensorBoardLog(tmp_path)
-        return
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    scheduler = dpq.Scheduler(engine_of(), epochs=2, mode="pls", logs=[TensorBoardLog(tmp_path)])
-    run_epochs(scheduler, 2)
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in events.Scalars("privacy/epsilon")] == [0, 1]
+def test_tensorboard_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(PrivacySpecError, match="pip install tensorboard"):
+        TensorBoardLog(tmp_path)
 
 
 # The progress bar

@@ -1,7 +1,6 @@
 """Checkpoints of a private run: everything, in tensors and plain types, written whole or not at all."""
 
 import copy
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpquant_compile.errors import CheckpointError
+from dpquant_compile.private.files import write_whole
 
 if TYPE_CHECKING:
     from dpquant_compile.private.engine import PrivacyEngine
@@ -47,8 +47,7 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     if made.session.micro is not None:
         raise CheckpointError(
             "the loop over the loader has not ended. A resumed run begins an epoch anew: with other batches, but the "
-            "noise "
-            "of those that were. Fix: make checkpoints between epochs, after the loop"
+            "noise of those that were. Fix: make checkpoints between epochs, after the loop"
         )
     generator = made.loader.generator
     return {
@@ -77,8 +76,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     """
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: load it with the release that "
-            "made it"
+            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: "
+            "load it with the release that made it"
         )
     wanted = "config model optimizer ledger noise sampler torch noise_multiplier max_grad_norm step policy scheduler"
     if missing := [key for key in wanted.split() if key not in state]:
@@ -117,18 +116,7 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
 
 def save(state: Mapping[str, Any], path: str | Path) -> None:
     """Write a file that is there whole, or not at all."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.tmp")
-    with temporary.open("wb") as file:
-        torch.save(dict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(Path(path), lambda file: torch.save(dict(state), file))
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -29,8 +29,7 @@ class Clipping:
     """How much one sample may add to the sum of gradients.
 
     mode    "flat": the whole gradient is scaled to at most the bound. "per_layer": the gradient of each parameter to
-    its own
-            bound. "automatic": the whole gradient is scaled to the bound, whatever it was.
+            its own bound. "automatic": the whole gradient is scaled to the bound, whatever it was.
     bounds  one number, or for "per_layer" one per trainable parameter
     """
 
@@ -52,8 +51,8 @@ class Clipping:
         if mode != "per_layer":
             if len(given) != 1:
                 raise PrivacySpecError(
-                    f"max_grad_norm has {len(given)} bounds, but clipping={mode!r} has one: give a number, or "
-                    "clipping='per_layer'"
+                    f"max_grad_norm has {len(given)} bounds, but clipping={mode!r} has one: "
+                    "give a number, or clipping='per_layer'"
                 )
             return Clipping(mode, (given[0],))
         if single:
@@ -61,8 +60,7 @@ class Clipping:
         if len(given) != len(names):
             raise PrivacySpecError(
                 f"max_grad_norm has {len(given)} bounds for {len(names)} trainable parameters: give one each, in the "
-                "order of "
-                "model.parameters(), or a single number to be shared out"
+                "order of model.parameters(), or a single number to be shared out"
             )
         return Clipping(mode, tuple(given))
 
@@ -77,9 +75,8 @@ class Clipping:
         """The factor of each sample for each parameter, and how many samples were left out.
 
         `norms` are squared norms [B], one tensor per parameter; `bounds` are the numbers of this step, of which that of
-        parameter i is at `places[i]` where each has its own; `live` tells
-        samples from padding. A sample whose gradient is not finite gets NaN, which `Piece.weighted` takes for "leave
-        out".
+        parameter i is at `places[i]` where each has its own; `live` tells samples from padding. A sample whose gradient
+        is not finite gets NaN, which `Piece.weighted` takes for "leave out".
         """
         total = torch.stack(list(norms)).sum(0)
         finite = total.isfinite()

@@ -161,8 +161,8 @@ class PrivateCriterion(nn.Module):
             ):
                 raise PrivacySpecError(
                     f"{self._name} mixes samples: {len(rows)} of the {size} samples have other losses without the rest "
-                    "of the batch. DP-SGD needs a loss that is a function of one sample (are output and target of "
-                    "the same shape?); if it is one but random, give verify=False"
+                    "of the batch. DP-SGD needs a loss that is a function of one sample (are output and target of the "
+                    "same shape?); if it is one but random, give verify=False"
                 )
 
 

@@ -43,6 +43,11 @@ class Made:
     criterion: PrivateCriterion | None
     noise_multiplier: float
 
+    @property
+    def sample_rate(self) -> float:
+        """The q of a batch of the loader: only a Poisson draw makes a sample's presence a matter of chance."""
+        return self.loader.sample_rate if isinstance(self.loader, PoissonLoader) else 1.0
+
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
     """Makes a compiled model, its optimizer, loss and data loader private.
@@ -74,6 +79,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.ledger.caveats = self._caveats()
         self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
         self.scheduler: Any = None
+        self.planned_epochs: int | None = None  # those that the noise was chosen for
         self._parts: Made | None = None
 
     def _caveats(self, poisson: bool = True) -> tuple[str, ...]:
@@ -126,14 +132,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         rand_on_empty: bool = False,
         **unknown: Any,
     ) -> Any:
-        """Private versions of module, optimizer, criterion and loader, in this order; three of them without a
-        criterion.
+        """Private versions of module, optimizer, criterion and loader, in this order; without a criterion three.
 
         module                   what `dpquant_compile.compile` gave; another nn.Module is compiled with budget 0
         criterion                a loss with a `reduction`; see `PrivateCriterion`
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
-                                 program is compiled for it; None takes the expected batch size and four standard
-                                 deviations
+                                 program is compiled for it; None takes what a batch hardly ever passes: the expected
+                                 size and four standard deviations
         loss_reduction           "mean" or "sum"; None takes that of the criterion, or "mean"
         clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
         noise_generator          the noise is reproducible from this generator's next number; not in secure mode
@@ -186,6 +191,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.ledger.caveats = self._caveats(poisson_sampling)
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier)
+        self.planned_epochs = None
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 
     def make_private_with_epsilon(
@@ -203,7 +209,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """`make_private` with the least noise that keeps `epochs` epochs within (target_epsilon, target_delta).
 
         The target becomes the ledger's, so nothing may pass it. Analyses of a scheduler are not planned for here: with
-        one, take the noise multiplier from `dpquant_compile.plan`.
+        one, which warns of it, take the noise multiplier from `dpquant_compile.plan`.
         """
         if self.ledger.entries:
             warnings.warn(
@@ -223,7 +229,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             )
         if self.ledger.target_epsilon is None:
             self.ledger.set_target(target_epsilon, target_delta)
-        return self.make_private(
+        made = self.make_private(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
@@ -231,6 +237,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             max_grad_norm=max_grad_norm,
             **options,
         )
+        self.planned_epochs = epochs
+        return made
 
     def get_epsilon(self, delta: float) -> float:
         """ε of all that was spent, training and analyses, at `delta`."""
@@ -240,9 +248,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Account for a training step before its data is read."""
         made = self.made
         sigma = made.optimizer.noise_multiplier
-        # Only a Poisson draw makes a sample's presence a matter of chance.
-        drawn = isinstance(made.loader, PoissonLoader) and not made.session.by_hand
-        self.spend("training", q=made.loader.sample_rate if drawn else 1.0, sigma=sigma)
+        self.spend("training", q=1.0 if made.session.by_hand else made.sample_rate, sigma=sigma)
         made.session.paid = sigma
 
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
@@ -331,10 +337,8 @@ def _refuse_batch_norm(module: nn.Module) -> None:
         if isinstance(child, _BatchNorm) and child.training and module.training:
             raise IsolationError(
                 f"layer {name!r} ({type(child).__name__}) normalises over the batch, so each sample's gradient depends "
-                "on the "
-                "others. Fix: dpquant_compile.replace_batch_norm(model) before compile() puts GroupNorm in its place, "
-                "with the "
-                "same parameters"
+                "on the others. Fix: dpquant_compile.replace_batch_norm(model) before compile() puts GroupNorm in its "
+                "place, with the same parameters"
             )
 
 
@@ -343,8 +347,8 @@ def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in held):
         raise PrivacySpecError(
-            "the optimizer holds parameters that are not the model's: make it of model.parameters(), after moving the "
-            "model"
+            "the optimizer holds parameters that are not the model's: make it of model.parameters(), "
+            "after moving the model"
         )
     chosen = {names[id(parameter)]: parameter for parameter in held if parameter.requires_grad}
     if not chosen:
@@ -382,8 +386,7 @@ def _refuse_unknown(options: Mapping[str, Any]) -> None:
         if name == "grad_sample_mode" and value is not None:
             raise PrivacySpecError(
                 f"grad_sample_mode={value!r}: this engine has one mode, clipping inside the compiled program. Leave it "
-                "out, or use "
-                "opacus.PrivacyEngine with a model that is not compiled"
+                "out, or use opacus.PrivacyEngine with a model that is not compiled"
             )
         if name != "wrap_model" or value is not True:
             raise PrivacySpecError(f"make_private got {name}={value!r}, which it does not know")

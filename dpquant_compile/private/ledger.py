@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +31,7 @@ from dpquant_compile.private.accounting import (
     opacus_accountant,
     total_steps,
 )
+from dpquant_compile.private.files import write_whole
 
 __all__ = ["Entry", "Ledger"]
 
@@ -227,8 +227,8 @@ class Ledger:
         if self.path is not None and self._record.first(total_steps(then.entries)) != then:
             raise LedgerError(
                 f"The checkpoint and the privacy ledger {self.path} belong to different runs: the checkpoint has "
-                f"{_summary(then)}, and the ledger does not begin with them; it has {_summary(self._record)}. "
-                "Use the ledger file of the run that wrote the checkpoint."
+                f"{_summary(then)}, and the ledger does not begin with them; it has {_summary(self._record)}. Use the "
+                "ledger file of the run that wrote the checkpoint."
             )
         if self.path is None:
             self._record = then
@@ -280,9 +280,9 @@ class Ledger:
         if not room.allows(entry.steps):
             raise PrivacyBudgetError(
                 f"{entry.steps} more {entry.purpose} step(s) at q={entry.q:.6g}, sigma={entry.sigma:.6g} would take ε "
-                f"from {self.epsilon(delta):.6g} to {self._epsilon(after, delta):.6g} at "
-                f"δ={delta:g}, past the target {target:g}. Nothing was spent. Stop here, or plan the run with more "
-                "noise, fewer steps or fewer analyses (dpq.plan)."
+                f"from {self.epsilon(delta):.6g} to {self._epsilon(after, delta):.6g} at δ={delta:g}, past the target "
+                f"{target:g}. Nothing was spent. Stop here, or plan the run with more noise, fewer steps or fewer "
+                "analyses (dpq.plan)."
             )
 
     def _open(self, path: Path) -> None:
@@ -319,20 +319,13 @@ class Ledger:
                 "to go on from what it has. Nothing was spent."
             )
         data = _encode(_header(self.accountant, target), record)
-        temporary = path.with_name(f".{path.name}.tmp")  # one left by a crash is overwritten
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        # From here on the file has the spend, whether or not the caller gets to make it. If the folder cannot be
-        # synchronised the caller does not, and the next write takes it out again.
-        self._on_disk = data
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+
+        def placed() -> None:
+            # From here on the file has the spend, whether or not the caller gets to make it. If the folder cannot be
+            # synchronised the caller does not, and the next write takes it out again.
+            self._on_disk = data
+
+        write_whole(path, lambda file: file.write(data), placed)
 
 
 def _target(epsilon: float | None, delta: float | None) -> Target:

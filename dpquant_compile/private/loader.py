@@ -226,8 +226,8 @@ class PrivateLoader(DataLoader[Any]):
         if turn != self._turn:
             raise PrivateTrainingError(
                 "this iterator over the private loader is out of date: iter(loader), or a new for loop, has begun "
-                "another one since. Each optimizer step belongs to one batch, so iterate over a private loader once at "
-                "a time"
+                "another one since. Each optimizer step belongs to one batch, so iterate over a private loader "
+                "once at a time"
             )
 
     def _end(self) -> None:
@@ -262,8 +262,8 @@ def private_loader(
     The draw's randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that
     of `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling it stays with the
     user's own sampler. `before` is called before each logical batch is fetched, and may refuse it by raising. With
-    `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in
-    Opacus; its `ids` are empty all the same.
+    `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in Opacus; its `ids` are empty
+    all the same.
     """
     limit: Any = max_physical_batch_size
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -280,8 +280,7 @@ def private_loader(
     if not isinstance(sampler, RandomSampler | SequentialSampler) or len(sampler) != n:
         raise PrivacySpecError(
             "Poisson sampling draws from the whole dataset, and would pass over this loader's "
-            f"{type(sampler).__name__}. "
-            "For a part of the data give torch.utils.data.Subset(dataset, indices)"
+            f"{type(sampler).__name__}. For a part of the data give torch.utils.data.Subset(dataset, indices)"
         )
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))

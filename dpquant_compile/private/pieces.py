@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from dpquant_compile.backends.per_sample import squares
+from dpquant_compile.backends.per_sample import as_weight, squares, wide
 from dpquant_compile.errors import PerSampleGradientError, RegistryError
 from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.infra import op_name
+from dpquant_compile.private.norms import lies_by_pixel, normalised_groups
 from dpquant_compile.private.uses import Use, axis_of
 from dpquant_compile.quantize import to_samples
 from dpquant_compile.sites import BatchAxis
@@ -31,7 +32,6 @@ __all__ = [
     "make_piece",
     "piece_kind",
     "pooled_norms",
-    "wide",
 ]
 
 
@@ -50,7 +50,10 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class UseValues:
-    """The tensors of one use, while the program is traced: arguments by name, the constant, the output's gradient."""
+    """The tensors of one use, while the program is traced: arguments by name, the constant, the output's gradient.
+
+    operand  codes and unit of a site's input; None for what is no site
+    """
 
     arguments: Mapping[str, Any]
     constant: Tensor
@@ -59,6 +62,7 @@ class UseValues:
     table: tuple[Tensor, Tensor, Tensor]
     static: tuple[Any, ...] | None
     method: str
+    operand: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -84,34 +88,52 @@ class DensePiece:
 
 
 @dataclass(frozen=True)
-class SitePiece:
-    """The weight of a conv or a linear, from its input and output gradient."""
+class KeptPiece(DensePiece):
+    """Gradients of a conv's or a linear's weight that are held, by tap: [B, N, taps · C]."""
 
-    x: Tensor
-    grad: Tensor
+    shape: tuple[int, ...]
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        return as_weight(super().weighted(factors), self.shape)
+
+    def grads(self) -> Tensor:
+        return as_weight(self.values, self.shape)
+
+
+@dataclass(frozen=True)
+class SitePiece:
+    """The weight of a conv or a linear, from its input and output gradient, each as it is and rounded."""
+
+    x: tuple[Tensor, Tensor | None, Tensor | None]
+    grad: tuple[Tensor, Tensor | None, Tensor | None]
     weight: Tensor
     table: tuple[Tensor, Tensor, Tensor]
     static: tuple[Any, ...]
     method: str
 
     def norms(self) -> Tensor:
-        tensors = (self.x, self.grad, self.weight, *self.table)
-        norms: Tensor = torch.ops.dpquant.sample_norms(*tensors, self.method, *self.static)
+        norms: Tensor = torch.ops.dpquant.sample_norms(*self._operands(), *self.table, self.method, *self.static)
         return norms
 
     def weighted(self, factors: Tensor) -> Tensor:
-        tensors = (self.x, self.grad, self.weight, factors, *self.table)
-        total: Tensor = torch.ops.dpquant.weighted_grad(*tensors, *self.static)
+        total: Tensor = torch.ops.dpquant.weighted_grad(*self._operands(), factors, *self.table, *self.static)
         return total
 
     def grads(self) -> Tensor:
-        grads: Tensor = torch.ops.dpquant.sample_grads(self.x, self.grad, self.weight, *self.table, *self.static)
-        return grads
+        return self.kept().grads()
+
+    def kept(self) -> KeptPiece:
+        """The gradients themselves."""
+        grads: Tensor = torch.ops.dpquant.sample_grads(*self._operands(), *self.table, *self.static)
+        return KeptPiece(grads, tuple(self.weight.shape))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """D [B, T, N] and U [B, T, K]."""
-        left, right = torch.ops.dpquant.sample_factors(self.x, self.grad, self.weight, *self.table, *self.static)
+        left, right = torch.ops.dpquant.sample_factors(*self._operands(), *self.table, *self.static)
         return left, right
+
+    def _operands(self) -> tuple[Tensor | None, ...]:
+        return (*self.x, *self.grad, self.weight)
 
 
 @dataclass(frozen=True)
@@ -210,9 +232,12 @@ _EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
 @_rule("book-keeping", (*CONVS, F.linear), "weight")
 def _product(use: Use, values: UseValues) -> Piece:
     assert values.static is not None
-    x = values.arguments["input"]
-    piece = SitePiece(x, values.grad, values.constant, values.table, values.static, values.method)
-    return DensePiece(piece.grads()) if values.method == "kept" else piece
+    codes: tuple[Any, Any] = (None, None)
+    if values.operand is not None:
+        codes = torch.ops.dpquant.round_operand(values.grad, *values.table, "grad_output", *values.static)
+    x = (values.arguments["input"], *(values.operand or (None, None)))
+    piece = SitePiece(x, (values.grad, *codes), values.constant, values.table, values.static, values.method)
+    return piece.kept() if values.method == "kept" else piece
 
 
 @_rule("sum", (*CONVS, F.linear), "bias")
@@ -238,6 +263,8 @@ def _norm(use: Use, values: UseValues) -> Piece:
 
 def _normalised(target: Any, args: Mapping[str, Any], x: Tensor) -> Tensor:
     """The output of a norm layer without its affine part; a compiler finds that forward has computed it already."""
+    if target is F.group_norm and lies_by_pixel(x):
+        return normalised_groups(x.detach(), args["num_groups"], args["eps"])
     shape = args["num_groups"] if target is F.group_norm else args.get("normalized_shape")
     given = () if target is F.instance_norm else (shape,)
     result = target(x.detach(), *given, eps=args["eps"])
@@ -324,11 +351,6 @@ def _unknown(use: Use, reason: str) -> PerSampleGradientError:
         f"fails: {reason}. Fix: write that line with operators of the support matrix, or freeze the parameter by "
         "requires_grad_(False)"
     )
-
-
-def wide(x: Tensor) -> Tensor:
-    """Norms, clipping and sums are in float32 or wider, whatever the model computes in."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def _axis(node: fx.Node) -> BatchAxis:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpquant_compile.backends.ops import plain_dtypes, site_call
 from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
-from dpquant_compile.bits import fold, sample_keys, site_keys
+from dpquant_compile.bits import ROLES, fold, sample_keys, site_keys
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.passes.infra import bind_inputs, run_passes
 from dpquant_compile.passes.insert_switches import site_arguments
@@ -50,8 +50,7 @@ def unpack_pair(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         return (batch[0],), {}, batch[1]
     raise PrivacySpecError(
         f"the loader gives a {type(batch).__name__} that is no (input, target) pair, so an analysis does not know how "
-        "to "
-        "call the model: pass unpack= to Scheduler, a function from a batch to (args, kwargs, target)"
+        "to call the model: pass unpack= to Scheduler, a function from a batch to (args, kwargs, target)"
     )
 
 
@@ -209,8 +208,7 @@ class _Run(fx.Interpreter):
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
         low = choose_kernel(spec, x.device).kernel.arithmetic
         with plain_dtypes(x):
-            rounded = low.input(x.to(weight.dtype), spec, Streams(self._keys, self._ids))
-            return self._by_group(spec, partial(self._product, low, spec, weight, bias), rounded)
+            return self._by_group(spec, partial(self._product, low, spec, weight, bias), x.to(weight.dtype))
 
     def _by_group(self, spec: SiteCall, product: Callable[[int, Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         marks = self._group.tolist()
@@ -226,10 +224,9 @@ class _Run(fx.Interpreter):
     def _product(
         self, low: Any, spec: SiteCall, weight: Tensor, bias: Tensor | None, group: int, x: Tensor, ids: Tensor
     ) -> Tensor:
-        keys = self._keys.clone()
-        keys[spec.site] = fold(keys[spec.site], group)  # another rounding of the weight for each group
-        rounded = low.weight(weight, spec, Streams(keys, ids))
-        y: Tensor = low.product(x, rounded, bias, spec, Streams(self._keys, ids))
+        keys, role = self._keys.clone(), ROLES.index("weight")
+        keys[spec.site, role] = fold(keys[spec.site, role], group)  # another rounding of the weight for each group
+        y: Tensor = low.forward(x, weight, bias, spec, Streams(keys, ids))
         return y
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -26,13 +27,13 @@ class Inputs:
     """What one run of a program is given, beside the model's own tensors.
 
     args      one value per placeholder, padded to the program's batch
-    prepared  weights as this step's products take them, by target
+    packed    weights as this step's low-precision products take them, by target
     table     policy, keys, sample ids
     bounds    clipping bounds; `live` [B] tells samples from padding
     """
 
     args: Sequence[Any]
-    prepared: Mapping[str, Tensor]
+    packed: Mapping[str, Tensor]
     table: tuple[Tensor, Tensor, Tensor]
     bounds: Tensor
     live: Tensor
@@ -57,10 +58,12 @@ class PrivateProgram:
                 if n.op == "get_attr" and isinstance(read_attribute(plan.base, str(n.target)), Tensor)
             )
         )
-        self.prepared = tuple(
-            dict.fromkeys(target for n in nodes if plan.row(n) is not None and (target := plan.prepared(n)) is not None)
+        self.packed = tuple(
+            dict.fromkeys(target for n in nodes if plan.row(n) is not None and (target := plan.packed(n)) is not None)
         )
         joint, primals, tangents = self._trace(example, inner == "inductor")
+        joint.graph = fx_graph_cse(joint.graph)  # an output gradient is rounded for its own sake and for the input's
+        joint.recompile()
         if inner == "inductor":
             joint_graph_passes(joint)
         # The min-cut recomputes what Inductor can fuse; a graph that is interpreted gains nothing by it. But the plain
@@ -89,24 +92,24 @@ class PrivateProgram:
 
     def _flat(self, inputs: Inputs) -> list[Any]:
         read = [read_attribute(self.plan.base, target).detach() for target in self.attributes]
-        prepared = [inputs.prepared[target] for target in self.prepared]
+        packed = [inputs.packed[target] for target in self.packed]
         leaves = [leaf for leaf in tree_leaves(list(inputs.args)) if isinstance(leaf, Tensor)]
-        return [*read, *prepared, *inputs.table, inputs.bounds, inputs.live, *leaves]
+        return [*read, *packed, *inputs.table, inputs.bounds, inputs.live, *leaves]
 
     def _trace(self, example: Inputs, decompose: bool) -> tuple[fx.GraphModule, list[Tensor], list[Tensor]]:
         mode = FakeTensorMode(allow_non_fake_inputs=False)
         primals: list[Tensor] = [mode.from_tensor(value, static_shapes=True) for value in self._flat(example)]
-        sizes = (len(self.attributes), len(self.prepared), 3, 1, 1)
+        sizes = (len(self.attributes), len(self.packed), 3, 1, 1)
 
         def run(values: Sequence[Tensor]) -> tuple[Tracing, list[Any], Tensor, Tensor]:
             rest = iter(values)
-            read, prepared, table, (bounds,), (live,) = ([next(rest) for _ in range(size)] for size in sizes)
+            read, packed, table, (bounds,), (live,) = ([next(rest) for _ in range(size)] for size in sizes)
             leaves, spec = torch.utils._pytree.tree_flatten(list(example.args))
             given = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             tracing = Tracing(
                 self.plan,
                 dict(zip(self.attributes, read, strict=True)),
-                dict(zip(self.prepared, prepared, strict=True)),
+                dict(zip(self.packed, packed, strict=True)),
                 (table[0], table[1], table[2]),
             )
             with torch.enable_grad():
@@ -115,9 +118,9 @@ class PrivateProgram:
 
         def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
             tracing, outputs, bounds, live = run(primals)
-            result = tracing.private(outputs, tangents, bounds, live)
+            sums, dropped = tracing.private(outputs, tangents, bounds, live)
             self.ways = tracing.ways
-            return [*(o.detach() for o in outputs if isinstance(o, Tensor)), *result.sums, result.dropped]
+            return [*(o.detach() for o in outputs if isinstance(o, Tensor)), *sums, dropped]
 
         with mode, _no_autocast(), torch.inference_mode(False):
             _, outputs, _, _ = run(primals)

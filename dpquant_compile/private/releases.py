@@ -3,8 +3,7 @@
 A resumed run goes through the steps since its checkpoint again, with the same noise, and is not charged for them twice.
 That is right only if it releases the very same values. With a changed learning rate, other data or other code it would
 add the same noise to another sum, and the difference of the two would be bare. So each release leaves a fingerprint in
-a file
-beside the ledger, and a repetition that differs is stopped before anything uses it.
+a file beside the ledger, and a repetition that differs is stopped before anything uses it.
 """
 
 from collections.abc import Sequence
@@ -28,10 +27,10 @@ def fingerprint(values: Sequence[Tensor]) -> str:
 
 
 class Releases:
-    """The fingerprints of runs, in a file that is only ever added to. Lines are: run, number of the release,
-    fingerprint.
+    """The fingerprints of runs, in a file that is only ever added to.
 
-    A line that a crash cut short counts for nothing: that release never got past it.
+    Its lines are: run, number of the release, fingerprint. A line that a crash cut short counts for nothing: that
+    release never got past it.
     """
 
     def __init__(self, ledger: Path) -> None:
@@ -58,9 +57,7 @@ class Releases:
         elif self._known[key] != value:
             raise PrivateTrainingError(
                 f"this resumed run does not repeat the interrupted one: release {number} since it began has other "
-                "values, and "
-                "would carry the same noise. Something changed: the learning rate, the data, the loss, the code, or "
-                "the "
-                "number of threads. Fix: resume as it was, or load the checkpoint with replay=False, which takes new "
-                "noise and charges the steps since the checkpoint again"
+                "values, and would carry the same noise. Something changed: the learning rate, the data, the loss, the "
+                "code, or the number of threads. Fix: resume as it was, or load the checkpoint with replay=False, "
+                "which takes new noise and charges the steps since the checkpoint again"
             )

@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
 from dpquant_compile.policy import Policy
+from dpquant_compile.private.accounting import Entry, composed_epsilon, gathered
 from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.private.estimators import ADJACENCIES, Estimator, PerSample, Setting, make_estimator
 from dpquant_compile.private.history import EpochRecord, History
@@ -45,8 +47,7 @@ class Scheduler:
     """Chooses each epoch's policy. Call `step()` at the end of every epoch, as with a learning-rate scheduler.
 
     mode           "dpquant": by private measurements; "pls": uniform draws; "static": one subset, given as `static` or
-    drawn
-                   once; "greedy": always the lowest scores; or an object with `choose(epoch, sites, k)`
+                   drawn once; "greedy": always the lowest scores; or an object with `choose(epoch, sites, k)`
     epochs         the number of epochs of the run: no analysis is made after the last, where nothing would use it
     estimator      "per_sample" (default), "paper", or an object like those in `estimators`
     k              policies drawn per epoch; by default the model's budget, or its share of the groups
@@ -106,6 +107,7 @@ class Scheduler:
         self._untold: EpochRecord | None = None
         self.history = History(tuple(self.made.session.model.sites.names))
         engine.scheduler = self
+        self._warn_of_target()
         self._choose(analysed=False)
 
     # One epoch after the other
@@ -133,8 +135,7 @@ class Scheduler:
         if self.made.session.micro is not None:
             raise PrivateTrainingError(
                 "scheduler.step() inside the loop over the loader: an analysis costs privacy, and is meant for the end "
-                "of an "
-                "epoch. Fix: call it after the loop"
+                "of an epoch. Fix: call it after the loop"
             )
         self._tell()
         self._state.epoch += 1
@@ -148,10 +149,13 @@ class Scheduler:
             self._untold = None
         return self.made.session.model.policy
 
+    @property
+    def _measures(self) -> bool:
+        return self.mode in ("dpquant", "greedy") and 0 < self.k < len(self.policies)  # else there is no choice
+
     def _due(self) -> bool:
-        measured = self.mode in ("dpquant", "greedy") and 0 < self.k < len(self.policies)  # else there is no choice
         more = self.epochs is None or self._state.epoch < self.epochs
-        return measured and more and self._state.epoch % self.n_interval == 0
+        return self._measures and more and self._state.epoch % self.n_interval == 0
 
     def _choose(self, *, analysed: bool) -> None:
         chosen = self._chosen()
@@ -249,6 +253,35 @@ class Scheduler:
         if self.mode in ("dpquant", "greedy") and self.made.criterion is None:
             raise PrivacySpecError(
                 f"mode={self.mode!r} measures losses, so the scheduler needs the loss: give criterion= to make_private"
+            )
+
+    def _warn_of_target(self) -> None:
+        """Warn if the whole run, as far as its length is known, costs more than the ledger's target.
+
+        The run alone is counted: what a ledger on disk holds already may be its own, if it is resumed.
+        """
+        made, ledger = self.made, self.engine.ledger
+        target, delta = ledger.target_epsilon, ledger.target_delta
+        epochs = self.epochs or self.engine.planned_epochs
+        if target is None or delta is None or epochs is None:
+            return
+        # Where the scheduler is not told the last epoch, an analysis may follow that one too.
+        analyses = (epochs - (self.epochs is not None)) // self.n_interval if self._measures else 0
+        sigma, steps = made.optimizer.noise_multiplier, epochs * len(made.loader)
+        run = [Entry("training", "subsampled_gaussian", made.sample_rate, sigma, steps)]
+        if analyses:
+            run.append(Entry("analysis", "subsampled_gaussian", self.sample_rate, self.estimator.sigma, analyses))
+        try:
+            planned = composed_epsilon(ledger.accountant, gathered(run), delta)
+        except PrivacySpecError:
+            return  # the GDP accountant composes no analyses with training; the first one says so
+        if planned > target:
+            warnings.warn(
+                f"the planned run (epochs: {epochs}, analyses: {analyses}) costs ε = {planned:.6g} at δ = {delta:g}, "
+                f"past the target {target:g}: the ledger will stop it before its end. Fix: take the noise multiplier "
+                "from dpq.plan, which counts the analyses (make_private_with_epsilon counts training alone), and give "
+                "it to make_private of a PrivacyEngine with this target",
+                stacklevel=3,
             )
 
     def _named(self, policies: Mapping[str, Iterable[str]] | None) -> dict[str, tuple[str, ...]]:

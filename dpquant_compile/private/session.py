@@ -16,11 +16,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dpquant_compile.backends.ops import site_call
-from dpquant_compile.backends.private_ops import prepare_weight
+from dpquant_compile.backends.private_ops import empty_packed, pack_weight
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.passes.infra import bind_inputs, run_passes
+from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.passes.verify_isolation import verify_isolation
 from dpquant_compile.private.clipping import Clipping
@@ -68,7 +69,7 @@ class Session:
         self._constants: dict[tuple[int, str, int], Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self.by_hand = False  # whether samples are in the sums that the loader did not draw
-        self._prepared: dict[str, tuple[Any, Tensor]] = {}
+        self._packed: dict[str, tuple[Any, Tensor]] = {}
         self._open: _Call | None = None  # the last forward, until its backward
         self._spent = False  # whether this micro-batch has had its backward
         self._released = True  # whether the sums that lie in the parameters have been used by a step
@@ -167,15 +168,13 @@ class Session:
         if call is not self._open:
             raise PrivateTrainingError(
                 "this backward goes through a forward that is not the model's last one, or that has had its backward. "
-                "Each "
-                "sample's gradient is clipped as a whole, so a micro-batch has one forward and one backward. Fix: one "
-                "call of the model per batch from the loader; run others, for metrics, under torch.no_grad()"
+                "Each sample's gradient is clipped as a whole, so a micro-batch has one forward and one backward. Fix: "
+                "one call of the model per batch from the loader; run others, for metrics, under torch.no_grad()"
             )
         if self._spent and self.micro is not None:
             raise PrivateTrainingError(
                 "a second backward for one micro-batch of the loader: its samples would count twice. Fix: one forward "
-                "and one "
-                "backward for each batch that the loader yields"
+                "and one backward for each batch that the loader yields"
             )
 
     def _check_call(self, size: int, args: Any, kwargs: Any) -> None:
@@ -187,8 +186,7 @@ class Session:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]):
             raise PrivateTrainingError(
                 "an input of the model requires a gradient. A private program gives none to its inputs: detach it, or "
-                "put what "
-                "made it into the model"
+                "put what made it into the model"
             )
 
     def _check_constants(self, program: Program, given: Sequence[Any]) -> None:
@@ -203,9 +201,8 @@ class Session:
                 if not torch.equal(known, leaf):
                     raise PrivateTrainingError(
                         f"input {node.name!r} of the model has no row per sample, and other values than in the first "
-                        "call. "
-                        "If it is made of the batch, samples reach each other through it. Fix: give it one row per "
-                        "sample, or make it a buffer of the model"
+                        "call. If it is made of the batch, samples reach each other through it. Fix: give it one row "
+                        "per sample, or make it a buffer of the model"
                     )
 
     def _ids(self, size: int) -> Tensor | None:
@@ -215,8 +212,8 @@ class Session:
         if len(ids) != size and not (len(ids) == 0 and size == 1):  # an empty batch may come as one made-up row
             raise PrivateTrainingError(
                 f"the loader gave {len(ids)} samples and the model was called on {size} rows: each row of a private "
-                "batch is "
-                "one sample. Fix: call the model on the batch as it comes; run other data under torch.no_grad()"
+                "batch is one sample. Fix: call the model on the batch as it comes; run other data under "
+                "torch.no_grad()"
             )
         return torch.cat([ids, torch.full((self.physical - len(ids),), -1, dtype=torch.int64)])
 
@@ -225,8 +222,7 @@ class Session:
         if not program.any_batch and size not in (0, self.physical):
             raise PrivateTrainingError(
                 f"this model writes its batch size as a number, so a micro-batch of {size} cannot be padded to "
-                f"{self.physical}. "
-                "Fix: take sizes from x.shape in forward()"
+                f"{self.physical}. Fix: take sizes from x.shape in forward()"
             )
         return program
 
@@ -244,7 +240,7 @@ class Session:
         return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
 
     def _weights(self, program: Program, table: LinkTable) -> dict[str, Tensor]:
-        """The sites' weights, rounded where the policy asks for it; kept until the optimizer steps."""
+        """The sites' weights as low-precision products take them, where the policy asks for it; kept until a step."""
         weights: dict[str, Tensor] = {}
         for node in program.base.graph.nodes:
             row = program.rows.get(node.meta["site"].name) if "site" in node.meta else None
@@ -253,12 +249,12 @@ class Session:
                 continue
             target = str(weight.target)
             value, low = read_attribute(program.base, target), bool(table.policy[row])
-            state = (id(value), value._version, int(table.keys[row, 0]) if low else None)
-            if self._prepared.get(target, (None,))[0] != state:
-                recipe = str(self.internals.spec.recipe)
-                call = site_call("linear", row, 0, recipe, [0, 1, 1, 0, 1, 1])
-                self._prepared[target] = (state, prepare_weight(value, table.keys, low, call))
-            weights[target] = self._prepared[target][1]
+            state = (id(value), value._version, int(table.keys[row, 0])) if low else (id(value), value.shape)
+            if self._packed.get(target, (None,))[0] != state:
+                call = site_call(**site_arguments(node, row, str(self.internals.spec.recipe)))
+                packed = pack_weight(value, table.keys, call) if low else empty_packed(value, call)
+                self._packed[target] = (state, packed)
+            weights[target] = self._packed[target][1]
         return weights
 
     def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
@@ -295,8 +291,7 @@ class _Call:
         if self.versions != self._versions():
             raise PrivateTrainingError(
                 "parameters were changed between the forward and its backward: the gradient would belong to neither. "
-                "Fix: "
-                "call optimizer.step() after backward()"
+                "Fix: call optimizer.step() after backward()"
             )
         assert self.saved is not None
         saved, self.saved = self.saved, None

@@ -1,5 +1,4 @@
-"""Tracing: forward, backward, norms, clipping and the weighted sums of one micro-batch, as one graph of ATen
-operators."""
+"""Tracing: forward, backward, norms, clipping and weighted sums of one micro-batch, as one graph of ATen operators."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +11,13 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.backends.ops import axis_list, geometry_list
-from dpquant_compile.backends.per_sample import choose_method
+from dpquant_compile.backends.per_sample import choose_method, wide
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.infra import draws_random, node_source, op_name
 from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.private.clipping import Clipping
+from dpquant_compile.private.norms import group_norm, lies_by_pixel
 from dpquant_compile.private.pieces import (
     DensePiece,
     EmbeddingPiece,
@@ -27,12 +27,11 @@ from dpquant_compile.private.pieces import (
     make_piece,
     piece_kind,
     pooled_norms,
-    wide,
 )
 from dpquant_compile.private.uses import Use, Uses, axis_of, named_arguments
 from dpquant_compile.sites import ConvGeometry
 
-__all__ = ["Plan", "Traced", "Tracing"]
+__all__ = ["Plan", "Tracing"]
 
 # Bytes of per-sample gradients of one parameter that are held where there is no other way.
 _LARGEST = 1 << 30
@@ -51,8 +50,8 @@ class Plan:
     recipe: str
     batch: int
 
-    def prepared(self, node: fx.Node) -> str | None:
-        """The parameter whose prepared form a site takes; None for a weight that forward computes."""
+    def packed(self, node: fx.Node) -> str | None:
+        """The parameter whose packed form a site takes; None for a weight that forward computes."""
         weight = node.args[1]
         return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
 
@@ -92,20 +91,11 @@ class Plan:
         return None if any(span % 2 for span in spans) else tuple(span // 2 for span in spans)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The values of one run: outputs of the model, sums of clipped gradients in the plan's order, samples left out."""
-
-    outputs: tuple[Any, ...]
-    sums: tuple[Tensor, ...]
-    dropped: Tensor
-
-
 class Tracing(fx.Interpreter):
     """One run of a plan on given tensors.
 
     attributes  tensors behind the get_attr nodes, by target; parameters are constants here
-    prepared    rounded weights of the sites, by target
+    packed      weights of the sites as low-precision products take them, by target
     table       policy, keys and sample ids
     """
 
@@ -113,13 +103,14 @@ class Tracing(fx.Interpreter):
         self,
         plan: Plan,
         attributes: Mapping[str, Tensor],
-        prepared: Mapping[str, Tensor],
+        packed: Mapping[str, Tensor],
         table: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         super().__init__(plan.base, garbage_collect_values=False)
         self.extra_traceback = False
         self.plan = plan
-        self.attributes, self.prepared, self.table = attributes, prepared, table
+        self.attributes, self.packed, self.table = attributes, packed, table
+        self._operands: dict[fx.Node, tuple[Tensor, Tensor]] = {}
         self._frontier = {use.node for use in plan.uses.uses}
         self.ways: tuple[tuple[str, str, str], ...] = ()
 
@@ -145,19 +136,29 @@ class Tracing(fx.Interpreter):
                 result = result.detach().requires_grad_()
         return result
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is F.group_norm and lies_by_pixel(args[0] if args else kwargs["input"]):
+            given = dict(kwargs)
+            return group_norm(*args if args else (given.pop("input"),), **given)
+        return super().call_function(target, args, kwargs)
+
     def _site(self, node: fx.Node) -> Tensor:
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
-        target, static = self.plan.prepared(node), self.plan.static(node)
+        target, static = self.plan.packed(node), self.plan.static(node)
         assert static is not None
         if target is not None:
-            weight = self.prepared[target]
+            packed = self.packed[target]
         else:
-            weight = torch.ops.dpquant.computed_weight(weight, *self.table[:2], static[1], self.plan.recipe)
-        y: Tensor = torch.ops.dpquant.private_site(x, weight, bias, *self.table, *static)
+            packed = torch.ops.dpquant.packed_weight(weight.detach(), *self.table, *static)
+        operand = torch.ops.dpquant.round_operand(x.detach(), *self.table, "input", *static)
+        self._operands[node] = operand
+        y: Tensor = torch.ops.dpquant.private_site(x, *operand, weight, packed, bias, *self.table, *static)
         return y
 
-    def private(self, outputs: Sequence[Any], tangents: Sequence[Tensor], bounds: Tensor, live: Tensor) -> Traced:
-        """Go back from the gradients of the outputs to the sums of clipped gradients."""
+    def private(
+        self, outputs: Sequence[Any], tangents: Sequence[Tensor], bounds: Tensor, live: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """From the gradients of the outputs to the sums of clipped gradients, and how many samples were left out."""
         ends = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
         # A comparison takes a parameter too, but gives it no gradient.
         nodes = [n for n in dict.fromkeys(use.node for use in self.plan.uses.uses) if self.env[n].requires_grad]
@@ -175,7 +176,7 @@ class Tracing(fx.Interpreter):
                 self._sum(name, pieces, held[name], factor)
                 for name, factor in zip(self.plan.order, factors, strict=True)
             ]
-        return Traced(tuple(outputs), tuple(sums), dropped)
+        return sums, dropped
 
     def _values(self, use: Use, grad: Tensor) -> UseValues:
         arguments = {
@@ -185,12 +186,9 @@ class Tracing(fx.Interpreter):
         arguments |= {f"node:{source.name}": self.env[source] for source in use.node.all_input_nodes}
         constant = self.env[use.constant]
         static = self.plan.static(use.node)
-        if use.slots == ("weight",) and static is not None and use.constant.op == "get_attr":
-            constant = self.prepared.get(str(use.constant.target), constant)
         detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
-        return UseValues(
-            detached, constant, grad, self.plan.batch, self.table, static, self._method(use, constant, grad)
-        )
+        method, operand = self._method(use, constant, grad), self._operands.get(use.node)
+        return UseValues(detached, constant, grad, self.plan.batch, self.table, static, method, operand)
 
     def _method(self, use: Use, constant: Tensor, grad: Tensor) -> str:
         if use.slots != ("weight",) or piece_kind(use) != "book-keeping":
@@ -223,8 +221,8 @@ class Tracing(fx.Interpreter):
             uses = "; ".join(str(use) for use, _ in own)
             raise PerSampleGradientError(
                 f"parameter {name!r} is used in ways ({uses}) that need its per-sample gradients in memory: "
-                f"{size >> 20} MiB at "
-                f"a physical batch of {self.plan.batch}. Fix: a smaller max_physical_batch_size, or freeze it"
+                f"{size >> 20} MiB at a physical batch of {self.plan.batch}. Fix: a smaller max_physical_batch_size, "
+                "or freeze it"
             )
         total: Tensor | None = None
         for use, piece in own:

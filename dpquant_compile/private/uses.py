@@ -2,9 +2,8 @@
 
 A node of the graph either has rows, one or more per sample, or it is constant: computed from parameters and buffers
 alone. A *use* is a node with rows that takes a constant made of trainable parameters. Up to there gradients are
-autograd's; at a
-use the gradient is taken apart by sample; and from the constant back to its parameters it is a linear map, the same for
-all samples.
+autograd's; at a use the gradient is taken apart by sample; and from the constant back to its parameters it is a linear
+map, the same for all samples.
 """
 
 import inspect
@@ -21,17 +20,15 @@ from torch import Tensor, fx
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.functionalize import mutated_input
-from dpquant_compile.passes.infra import node_source, op_name
+from dpquant_compile.passes.infra import node_source, op_name, read_attribute
 from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Use", "Uses", "axis_of", "find_uses", "named_arguments", "read_attribute", "refuse_whole_modules"]
 
-# Methods and functions that only choose or move elements; a gradient goes back through them without a change of its
-# norm.
+# Methods and functions that only choose or move elements; a gradient keeps its norm on the way back through them.
 _VIEWS = (
     "view reshape transpose permute t getitem slice narrow select chunk split split_with_sizes unbind flatten "
-    "unflatten "
-    "squeeze unsqueeze contiguous movedim swapaxes swapdims tensor_split view_as reshape_as"
+    "unflatten squeeze unsqueeze contiguous movedim swapaxes swapdims tensor_split view_as reshape_as"
 ).split()
 
 
@@ -126,9 +123,8 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by the names of its signature, defaults filled in; by position where it has none."""
     if node.target in CONVS or node.target is F.linear:  # builtins without a signature; `canonicalize` has ordered them
-        return dict(
-            zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), node.args, strict=False)
-        )
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        return dict(zip(names, node.args, strict=False))
     if node.op == "call_function" and node.target is not operator.getitem:
         try:
             bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
@@ -137,13 +133,6 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
         except (TypeError, ValueError):
             pass
     return {**{str(i): arg for i, arg in enumerate(node.args)}, **node.kwargs}
-
-
-def read_attribute(root: Any, target: str) -> Any:
-    """The value behind a dotted name."""
-    for atom in target.split("."):
-        root = getattr(root, atom)
-    return root
 
 
 def _use(node: fx.Node, source: fx.Node, params: tuple[str, ...]) -> Use:
@@ -208,16 +197,15 @@ def _refuse_module(gm: fx.GraphModule, node: fx.Node, trainable: Mapping[int, st
     held = next((trainable[id(p)] for p in module.parameters() if id(p) in trainable), None)
     if held is not None:
         raise PerSampleGradientError(
-            f"parameter {held!r} is used inside {type(module).__name__} {node.target!r}, which stays whole "
-            "(it has hooks, or its products lie inside one operator), so its gradient cannot be taken apart by sample. "
-            "Fix: remove the hooks, write the layer with nn.Linear and functions of torch, or freeze the parameter by "
+            f"parameter {held!r} is used inside {type(module).__name__} {node.target!r}, which stays whole (it has "
+            "hooks, or its products lie inside one operator), so its gradient cannot be taken apart by sample. Fix: "
+            "remove the hooks, write the layer with nn.Linear and functions of torch, or freeze the parameter by "
             "requires_grad_(False)"
         )
     if next(module.buffers(), None) is not None or next(module.parameters(), None) is not None:
         raise PerSampleGradientError(
             f"module {node.target!r} ({type(module).__name__}) stays whole and holds tensors: private training needs a "
-            "graph of "
-            "operators. Fix: remove its hooks, or write it with functions of torch"
+            "graph of operators. Fix: remove its hooks, or write it with functions of torch"
         )
 
 
@@ -225,6 +213,5 @@ def _refuse_output(constants: Sequence[fx.Node], made_of: Mapping[fx.Node, tuple
     if constants:
         raise PerSampleGradientError(
             f"the model returns {constants[0].name!r}, which is made of parameter {made_of[constants[0]][0]!r} alone: "
-            "a loss "
-            "on it has no per-sample gradient. Fix: return only what depends on the batch"
+            "a loss on it has no per-sample gradient. Fix: return only what depends on the batch"
         )

@@ -1,0 +1,259 @@
+// The inner loop of every int8 product: a tile of MR rows by NR columns.
+//
+// Rows are unsigned bytes (a code plus the zero point), columns are signed bytes, four steps of the contraction side by
+// side, as dot-product instructions want them. Sums are exact int32.
+//
+//   panel   [steps][NR][4] int8: NR columns, the contraction in steps of four, zeros past its end
+//   depth   how many steps may be added up in 16 bits before they are widened. Without dot-product instructions, AVX2
+//           multiplies into 16 bits, and widening each product costs as much as the product. `pack` finds, from the
+//           numbers that are really in a panel, how many steps cannot overflow, so the result is exact all the same.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
+namespace dpq {
+
+constexpr int DEEP = 4;  // the depth that `pack` tries first
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+constexpr int LANES = 16;
+constexpr const char* NAME = "AVX512-VNNI";
+using Vector = __m512i;
+inline Vector zero() { return _mm512_setzero_si512(); }
+inline Vector load(const void* p) { return _mm512_loadu_si512(p); }
+inline void store(void* p, Vector v) { _mm512_storeu_si512(p, v); }
+inline Vector add(Vector a, Vector b) { return _mm512_add_epi32(a, b); }
+inline Vector broadcast(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return _mm512_set1_epi32(v); }
+inline Vector dot(Vector acc, Vector u, Vector s) { return _mm512_dpbusd_epi32(acc, u, s); }
+#define DPQ_DOT 1
+
+#elif defined(__AVX2__)
+
+constexpr int LANES = 8;
+using Vector = __m256i;
+inline Vector zero() { return _mm256_setzero_si256(); }
+inline Vector load(const void* p) { return _mm256_loadu_si256(static_cast<const Vector*>(p)); }
+inline void store(void* p, Vector v) { _mm256_storeu_si256(static_cast<Vector*>(p), v); }
+inline Vector add(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
+inline Vector broadcast(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return _mm256_set1_epi32(v); }
+#if defined(__AVXVNNI__)
+constexpr const char* NAME = "AVX-VNNI";
+inline Vector dot(Vector acc, Vector u, Vector s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
+#define DPQ_DOT 1
+#else
+constexpr const char* NAME = "AVX2";
+#endif
+
+#else
+
+constexpr int LANES = 4;
+struct Vector { int32_t v[LANES]; };
+inline Vector zero() { return {}; }
+inline Vector load(const void* p) { Vector r; std::memcpy(&r, p, sizeof r); return r; }
+inline void store(void* p, Vector v) { std::memcpy(p, &v, sizeof v); }
+inline Vector add(Vector a, Vector b) { for (int i = 0; i < LANES; i++) a.v[i] += b.v[i]; return a; }
+inline Vector broadcast(const uint8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return {{v, v, v, v}};
+}
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr const char* NAME = "NEON dot product";
+inline Vector dot(Vector acc, Vector u, Vector s) {
+  // Signed times signed only: u - 128 is signed, and 128 times the sum of s makes up for it.
+  int8x16_t b, ones = vdupq_n_s8(1);
+  uint8x16_t a;
+  int32x4_t c;
+  std::memcpy(&a, &u, 16), std::memcpy(&b, &s, 16), std::memcpy(&c, &acc, 16);
+  c = vdotq_s32(c, vreinterpretq_s8_u8(veorq_u8(a, vdupq_n_u8(128))), b);
+  c = vaddq_s32(c, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), ones, b), 7));
+  std::memcpy(&acc, &c, 16);
+  return acc;
+}
+#else
+constexpr const char* NAME = "scalar";
+inline Vector dot(Vector acc, Vector u, Vector s) {
+  uint8_t a[4 * LANES];
+  int8_t b[4 * LANES];
+  std::memcpy(a, &u, sizeof a), std::memcpy(b, &s, sizeof b);
+  for (int i = 0; i < 4 * LANES; i++) acc.v[i / 4] += int32_t(a[i]) * b[i];
+  return acc;
+}
+#endif
+#define DPQ_DOT 1
+
+#endif
+
+// Six sums, which sixteen registers hold together with their six 16-bit parts. They and the rows' pointers have names:
+// arrays of them would live in memory.
+constexpr int MR = 3, VECTORS = 2;
+constexpr int NR = VECTORS * LANES;
+constexpr int STEP = NR * 4;                      // bytes of a panel per step
+constexpr int64_t LONGEST = int64_t(1) << 17;     // terms whose sum fits int32: 128 · 64 · 2^17 = 2^30
+constexpr int SLACK_BYTES = 64;                   // rows may be read this far past their end
+
+struct Tile {
+  alignas(64) int32_t sum[MR][NR];
+};
+
+// A contraction in parts that lie apart, such as the taps of a conv: rows [parts][MR] and one panel for each.
+struct Parts {
+  const uint8_t* const* rows;
+  const int8_t* const* panels;
+  int64_t count;
+  int64_t steps;       // of each part
+  int64_t stride = 4;  // bytes from one step of a row to the next
+};
+
+struct Sums {
+  Vector c00 = zero(), c01 = zero(), c10 = zero(), c11 = zero(), c20 = zero(), c21 = zero();
+
+  // `depth` steps of three rows and one panel
+  template <int depth>
+  inline void advance(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t stride, const int8_t* panel) {
+#if !defined(DPQ_DOT)
+    Vector n00, n01, n10, n11, n20, n21;
+#endif
+#pragma GCC unroll 4
+    for (int d = 0; d < depth; d++) {
+      Vector b0 = load(panel + d * STEP), b1 = load(panel + d * STEP + 4 * LANES);
+      const Vector u0 = broadcast(a0 + d * stride), u1 = broadcast(a1 + d * stride), u2 = broadcast(a2 + d * stride);
+#if defined(DPQ_DOT)
+      c00 = dot(c00, u0, b0), c01 = dot(c01, u0, b1);
+      c10 = dot(c10, u1, b0), c11 = dot(c11, u1, b1);
+      c20 = dot(c20, u2, b0), c21 = dot(c21, u2, b1);
+#else
+      asm volatile("" : "+x"(b0), "+x"(b1));  // in registers: else each of three multiplications loads them anew
+      const Vector p00 = _mm256_maddubs_epi16(u0, b0), p01 = _mm256_maddubs_epi16(u0, b1);
+      const Vector p10 = _mm256_maddubs_epi16(u1, b0), p11 = _mm256_maddubs_epi16(u1, b1);
+      const Vector p20 = _mm256_maddubs_epi16(u2, b0), p21 = _mm256_maddubs_epi16(u2, b1);
+      n00 = d ? _mm256_add_epi16(n00, p00) : p00, n01 = d ? _mm256_add_epi16(n01, p01) : p01;
+      n10 = d ? _mm256_add_epi16(n10, p10) : p10, n11 = d ? _mm256_add_epi16(n11, p11) : p11;
+      n20 = d ? _mm256_add_epi16(n20, p20) : p20, n21 = d ? _mm256_add_epi16(n21, p21) : p21;
+      // Left alone, the compiler multiplies ahead of the additions and runs out of registers.
+      asm volatile("" : "+x"(n00), "+x"(n01), "+x"(n10), "+x"(n11), "+x"(n20), "+x"(n21));
+#endif
+    }
+#if !defined(DPQ_DOT)
+    const Vector ones = _mm256_set1_epi16(1);
+    c00 = add(c00, _mm256_madd_epi16(n00, ones)), c01 = add(c01, _mm256_madd_epi16(n01, ones));
+    c10 = add(c10, _mm256_madd_epi16(n10, ones)), c11 = add(c11, _mm256_madd_epi16(n11, ones));
+    c20 = add(c20, _mm256_madd_epi16(n20, ones)), c21 = add(c21, _mm256_madd_epi16(n21, ones));
+#endif
+  }
+
+  inline void write(Tile& tile) const {
+    store(tile.sum[0], c00), store(tile.sum[0] + LANES, c01);
+    store(tile.sum[1], c10), store(tile.sum[1] + LANES, c11);
+    store(tile.sum[2], c20), store(tile.sum[2] + LANES, c21);
+  }
+};
+
+// tile = Σ over parts of rows · panel; `fixed` is the stride where the compiler shall know it, else 0
+template <int depth, int fixed>
+inline void multiply(Tile& tile, const Parts& parts) {
+  const int64_t stride = fixed ? fixed : parts.stride;
+  Sums sums;
+  for (int64_t part = 0; part < parts.count; part++) {
+    const uint8_t* const* rows = parts.rows + part * MR;
+    const uint8_t *a0 = rows[0], *a1 = rows[1], *a2 = rows[2];
+    const int8_t* panel = parts.panels[part];
+    int64_t left = parts.steps;
+    for (; left >= depth; left -= depth, panel += depth * STEP) {
+      sums.advance<depth>(a0, a1, a2, stride, panel);
+      a0 += depth * stride, a1 += depth * stride, a2 += depth * stride;
+    }
+    for (; left > 0; left--, panel += STEP) {
+      sums.advance<1>(a0, a1, a2, stride, panel);
+      a0 += stride, a1 += stride, a2 += stride;
+    }
+  }
+  sums.write(tile);
+}
+
+template <int fixed = 4>
+inline void multiply(Tile& tile, const Parts& parts, int depth) {
+  if (depth >= 4) multiply<4, fixed>(tile, parts);
+  else if (depth >= 2) multiply<2, fixed>(tile, parts);
+  else multiply<1, fixed>(tile, parts);
+}
+
+// sum += factor · (rows · panel - offset) for several samples of a contraction of `steps` ≤ DEEP steps whose panels are
+// all safe for that depth: with so few products per sum, sums that went through memory would cost more than the products.
+struct Weighted {
+  const uint8_t* rows[MR];  // of the first sample
+  int64_t next_rows;        // bytes to the rows of the next sample
+  int64_t stride;
+  const int8_t* panels;     // [samples][steps]
+  const int32_t* offsets;   // [samples][NR]
+  const float* factors;     // [samples]
+  const int64_t* samples;   // their numbers
+  int64_t count;
+};
+
+template <int steps>
+inline void weigh(float (&sum)[MR][NR], const Weighted& w) {
+  for (int64_t i = 0; i < w.count; i++) {
+    const int64_t at = w.samples[i] * w.next_rows;
+    Sums sums;
+    sums.advance<steps>(w.rows[0] + at, w.rows[1] + at, w.rows[2] + at, w.stride, w.panels + i * steps * STEP);
+    Tile tile;
+    sums.write(tile);
+    const float factor = w.factors[i];
+    const int32_t* offset = w.offsets + i * NR;
+    for (int r = 0; r < MR; r++)
+      for (int n = 0; n < NR; n++) sum[r][n] += factor * float(tile.sum[r][n] - offset[n]);
+  }
+}
+
+// The depth that is safe for a panel and rows of at most `largest`: the sums of products of that many consecutive steps,
+// two products per step and lane, must fit int16.
+inline int safe_depth(const int8_t* panel, int64_t steps, int largest) {
+#if defined(DPQ_DOT)
+  (void)panel, (void)steps, (void)largest;
+  return DEEP;
+#else
+  const Vector none = zero(), ones = _mm256_set1_epi8(1);
+  Vector worst2 = none, worst4 = none;
+  for (int64_t k = 0; k < steps; k += 4)
+    for (int v = 0; v < VECTORS; v++) {
+      Vector size[4];
+      for (int d = 0; d < 4; d++) {
+        const Vector b = k + d < steps ? load(panel + (k + d) * STEP + v * 4 * LANES) : none;
+        size[d] = _mm256_maddubs_epi16(_mm256_abs_epi8(b), ones);
+      }
+      const Vector first = _mm256_add_epi16(size[0], size[1]), second = _mm256_add_epi16(size[2], size[3]);
+      worst2 = _mm256_max_epi16(worst2, _mm256_max_epi16(first, second));
+      worst4 = _mm256_max_epi16(worst4, _mm256_add_epi16(first, second));
+    }
+  alignas(32) int16_t lanes[2][16];
+  store(lanes[0], worst2), store(lanes[1], worst4);
+  int most[2] = {0, 0};
+  for (int i = 0; i < 16; i++)
+    for (int d = 0; d < 2; d++) most[d] = std::max<int>(most[d], lanes[d][i]);
+  const int limit = 32767 / largest;
+  return most[1] <= limit ? 4 : most[0] <= limit ? 2 : 1;
+#endif
+}
+
+// What rows that hold nothing but the zero point make of a panel: to be taken off every row.
+inline void zero_product(const int8_t* panel, int64_t steps, int zero, int depth, int32_t* out) {
+  alignas(64) uint8_t row[4] = {uint8_t(zero), uint8_t(zero), uint8_t(zero), uint8_t(zero)};
+  const uint8_t* rows[MR];
+  std::fill_n(rows, MR, row);
+  Tile tile;
+  multiply<0>(tile, {rows, &panel, 1, steps, 0}, depth);
+  std::copy_n(tile.sum[0], NR, out);
+}
+
+}  // namespace dpq

@@ -1,0 +1,317 @@
+"""The int8 backend: each product is, bit for bit, exact arithmetic on the reference's codes, for any geometry."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dpquant_compile as dpq
+from dpquant_compile.backends import cpu_int8, native
+from dpquant_compile.backends.conv_tables import backward_table, forward_table
+from dpquant_compile.backends.ops import axis_list, site_call
+from dpquant_compile.backends.per_sample import as_weight
+from dpquant_compile.backends.reference import key_of
+from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
+from dpquant_compile.bits import site_keys
+from dpquant_compile.quantize import from_samples, quantize_parts, to_samples
+from dpquant_compile.sites import BatchAxis
+
+KERNEL: Any = cpu_int8.CPU_INT8.arithmetic
+KEYS = site_keys(3, 1, ("site",))
+FORMATS = ("luq_fp4", "uniform4")
+CONVS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, its operands, and the reference's codes and units of them."""
+
+    call: SiteCall
+    shapes: Shapes
+    x: Tensor
+    weight: Tensor
+    grad: Tensor
+    streams: Streams
+
+    def parts(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes as float64, in the shape of the tensor, and units [B]."""
+        if name == "weight":
+            key, only = self.streams.keys[0, 1], torch.zeros(1, dtype=torch.int64)
+            q, unit = quantize_parts(self.weight, self.call.recipe.format, key, only, None, 1)
+            return q[0].double(), unit.flatten()
+        value, role, axis = {
+            "x": (self.x, "input", self.call.axis),
+            "grad": (self.grad, "grad_output", self.call.output_axis),
+        }[name]
+        key = key_of(role, self.call, self.streams)
+        q, unit = quantize_parts(value, self.call.recipe.format, key, self.streams.samples, axis, 1)
+        return from_samples(q, axis, value.shape).double(), unit.flatten()
+
+    def operands(self) -> tuple[Operand, Operand, Tensor]:
+        x = KERNEL.operand(self.x, "input", self.call, self.streams)
+        grad = KERNEL.operand(self.grad, "grad_output", self.call, self.streams)
+        return x, grad, KERNEL.packed(self.weight, self.call, self.streams)
+
+    def sample_grads(self) -> Tensor:
+        """G of the codes, exact, [B, *weight]."""
+        (x, _), (grad, _), (w, _) = self.parts("x"), self.parts("grad"), self.parts("weight")
+        xs, grads = to_samples(x, self.call.axis), to_samples(grad, self.call.output_axis)
+        g = self.call.geometry
+        if g is None:
+            k, n = x.shape[-1], w.shape[0]
+            return torch.einsum("bpn,bpk->bnk", grads.reshape(len(grads), -1, n), xs.reshape(len(xs), -1, k))
+        own = (g.stride, g.padding, g.dilation, False, [0] * len(g.stride), g.groups, [False, True, False])
+        return torch.stack(
+            [
+                torch.ops.aten.convolution_backward(d[None], v[None], w, [0], *own)[1]
+                for v, d in zip(xs, grads, strict=True)
+            ]
+        )
+
+
+def conv_case(
+    fmt: str, batch: int, channels: int, features: int, size: Any, kernel: Any, stride: Any, padding: Any,
+    dilation: Any, groups: int, seed: int, channels_last: bool = False,
+) -> Case:  # fmt: skip
+    rank = len(size)
+    geometry = [*stride, *padding, *dilation, groups]
+    call = site_call(f"conv{rank}d", 0, 0, f"{fmt}/none/cpu_int8", axis_list(BatchAxis(0), BatchAxis(0)), geometry)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, channels, *size, generator=generator) * 10.0 ** torch.randint(
+        -3, 3, (batch,), generator=generator
+    ).reshape(-1, *[1] * (rank + 1))
+    weight = torch.randn(features, channels // groups, *kernel, generator=generator)
+    shapes = cpu_int8._shapes(x, weight, call)
+    grad = torch.randn(shapes.y, generator=generator).relu()
+    if channels_last and rank == 2:
+        x, grad = (t.contiguous(memory_format=torch.channels_last) for t in (x, grad))
+    return Case(call, shapes, x, weight, grad, Streams(KEYS, torch.arange(batch) * 7 + 2))
+
+
+def linear_case(fmt: str, shape: tuple[int, ...], axis: BatchAxis, features: int, seed: int) -> Case:
+    call = site_call("linear", 0, 2, f"{fmt}/none/cpu_int8", axis_list(axis, axis))
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    weight = torch.randn(features, shape[-1], generator=generator)
+    shapes = cpu_int8._shapes(x, weight, call)
+    grad = torch.randn(shapes.y, generator=generator)
+    return Case(call, shapes, x, weight, grad, Streams(KEYS, torch.arange(shapes.batch) + 11))
+
+
+def spread(values: Tensor, axis: BatchAxis, like: Tensor) -> Tensor:
+    rest = to_samples(like, axis)
+    return from_samples(values.reshape(-1, *[1] * (rest.dim() - 1)).expand(rest.shape), axis, like.shape)
+
+
+def check(case: Case) -> None:
+    """All products of one call, bit for bit."""
+    call, shapes = case.call, case.shapes
+    (qx, ux), (qg, ug), (qw, uw) = case.parts("x"), case.parts("grad"), case.parts("weight")
+    x, grad, packed = case.operands()
+    assert torch.equal(x.unit, ux) and torch.equal(grad.unit, ug)
+    numbers, _ = KERNEL._values(Operand(x.codes, torch.ones_like(ux)), grad, shapes, call)
+    assert torch.equal(numbers.codes.double(), qx)
+    bias = torch.linspace(-1, 1, shapes.weight[0])
+    y = KERNEL.product(x, packed, bias, shapes, call, case.streams)
+    g = call.geometry
+    if g is None:
+        exact, back, tail = qx @ qw.t(), qg @ qw, bias
+    else:
+        exact = CONVS[len(g.stride)](qx, qw, None, g.stride, g.padding, g.dilation, g.groups)
+        own = ([0], g.stride, g.padding, g.dilation, False, [0] * len(g.stride), g.groups, [True, False, False])
+        back = torch.ops.aten.convolution_backward(qg, qx, qw, *own)[0]
+        tail = bias.reshape(-1, *[1] * len(g.stride))
+    assert torch.equal(y, exact.float() * spread(ux * uw, call.output_axis, exact) + tail)
+    dx = KERNEL.product_grad_input(grad, packed, shapes, call, case.streams)
+    assert torch.equal(dx, back.float() * spread(ug * uw, call.axis, back))
+    grads = case.sample_grads()
+    unit = (ux * ug).reshape(-1, *[1] * (grads.dim() - 1))
+    kept = as_weight(KERNEL.sample_grads(x, grad, shapes, call, case.streams), shapes.weight)
+    assert torch.equal(kept, grads.float() * unit)
+    squares, sizes = grads.flatten(1).square().sum(1), cpu_int8._sizes(shapes, call)
+    source = cpu_int8._forward_table(shapes, call, sizes).source
+    for way in ("gram", "direct"):
+        found = torch.empty(shapes.batch, dtype=torch.float64)
+        native.load()(
+            f"norms_{way}", sizes.problem(cpu_int8._FORMATS[call.recipe.format]), x.codes, grad.codes, source, found
+        )
+        assert torch.equal(found, squares), way
+    norms = KERNEL.sample_norms(x, grad, shapes, "gram", call, case.streams)
+    true = squares * (ux.double() * ug.double()).square()
+    assert (norms >= true).all()
+    factors = torch.linspace(0.1, 1, shapes.batch)
+    total = KERNEL.weighted_grad(x, grad, factors, shapes, call, case.streams)
+    scaled = grads * (factors * ux * ug).double().reshape(unit.shape)
+    terms = scaled.abs().sum(0).max() if sizes.pixels > cpu_int8._SHORT else true.max().sqrt() * 64 + norms.max().sqrt()
+    assert (total - scaled.sum(0)).abs().max() <= 1e-6 * terms * max(1, shapes.batch)
+
+
+@st.composite
+def convs(draw: st.DrawFn) -> Case:
+    rank = draw(st.sampled_from([1, 2, 2, 3]))
+
+    def several(values: list[int]) -> tuple[int, ...]:
+        return tuple(draw(st.sampled_from(values)) for _ in range(rank))
+
+    size, kernel = several([1, 2, 3, 5, 8, 9]), several([1, 2, 3, 3])
+    stride, padding, dilation = several([1, 1, 2, 3]), several([0, 1, 2]), several([1, 1, 2])
+    assume(all(n + 2 * p >= d * (k - 1) + 1 for n, k, p, d in zip(size, kernel, padding, dilation, strict=True)))
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    channels, features = (
+        groups * draw(st.sampled_from([1, 2, 3, 5, 16, 17, 33])),
+        groups * draw(st.sampled_from([1, 3, 7, 16, 19])),
+    )
+    fmt, batch = draw(st.sampled_from(FORMATS)), draw(st.integers(1, 4))
+    return conv_case(
+        fmt, batch, channels, features, size, kernel, stride, padding, dilation, groups, draw(st.integers(0, 999)),
+        draw(st.booleans()),
+    )  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None)
+@given(convs())
+def test_any_convolution_is_exact(case: Case) -> None:
+    check(case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 4, 17, 64]),
+    st.sampled_from([1, 10, 16, 33]),
+    st.sampled_from(["first", "second", "inner", "outer"]),
+    st.integers(0, 999),
+)
+def test_any_linear_is_exact(fmt: str, lead: list[int], width: int, features: int, kind: str, seed: int) -> None:
+    shape, axis = (*lead, width), BatchAxis(0)
+    if kind == "second":
+        shape, axis = (3, *shape), BatchAxis(1)
+    elif kind == "inner":
+        shape, axis = (lead[0] * 4, *shape[1:]), BatchAxis(0, inner=4)
+    elif kind == "outer":
+        shape, axis = (lead[0] * 2, *shape[1:]), BatchAxis(0, outer=2)
+    check(linear_case(fmt, shape, axis, features, seed))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_extremes_do_not_overflow(fmt: str) -> None:
+    """All codes at their largest, alike and opposed: no 16-bit sum may wrap, at any depth."""
+    for sign in (1.0, -1.0):
+        case = conv_case(fmt, 2, 64, 20, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 0)
+        case = Case(
+            case.call, case.shapes, torch.ones_like(case.x), sign * torch.ones_like(case.weight),
+            torch.ones_like(case.grad), case.streams,
+        )  # fmt: skip
+        check(case)
+
+
+def test_long_contractions_are_split() -> None:
+    width = (1 << 18) + 12
+    case = linear_case("luq_fp4", (2, width), BatchAxis(0), 3, 0)
+    case = Case(case.call, case.shapes, torch.ones(2, width), torch.ones(3, width), case.grad, case.streams)
+    x, _, packed = case.operands()
+    y = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
+    # 2^18 products of 64 · 64 pass 2^30, and with the zero point 2^31.
+    assert torch.equal(y, torch.full((2, 3), float(width)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sample_that_is_not_finite_stays_alone(bad: float) -> None:
+    case = conv_case("luq_fp4", 3, 5, 6, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 4)
+    before = KERNEL.product(*_pick(case, 0, 2), None, case.shapes, case.call, case.streams)
+    case.x[1, 2, 3, 3] = bad
+    x, grad, packed = case.operands()
+    y = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
+    assert y[1].isnan().all() and torch.equal(y[[0, 2]], before[[0, 2]])
+    norms = KERNEL.sample_norms(x, grad, case.shapes, "gram", case.call, case.streams)
+    assert norms[1].isnan() and norms[[0, 2]].isfinite().all()
+    factors = torch.where(norms.isnan(), torch.nan, 1.0).float()
+    assert KERNEL.weighted_grad(x, grad, factors, case.shapes, case.call, case.streams).isfinite().all()
+
+
+def _pick(case: Case, *which: int) -> tuple[Any, Any]:
+    operands = case.operands()
+    return tuple(operands[i] for i in which)  # type: ignore[return-value]
+
+
+def test_samples_do_not_see_each_other() -> None:
+    """Codes, products and norms of a sample are the same alone and in a batch."""
+    case = conv_case("luq_fp4", 4, 8, 9, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 1, 5)
+    x, grad, packed = case.operands()
+    together = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
+    norms = KERNEL.sample_norms(x, grad, case.shapes, "gram", case.call, case.streams)
+    for i in range(4):
+        streams = Streams(KEYS, case.streams.samples[i : i + 1])
+        shapes = cpu_int8._shapes(case.x[i : i + 1], case.weight, case.call)
+        one = Case(case.call, shapes, case.x[i : i + 1], case.weight, case.grad[i : i + 1], streams)
+        own_x, own_grad, own_packed = one.operands()
+        assert torch.equal(KERNEL.product(own_x, own_packed, None, shapes, case.call, streams)[0], together[i])
+        own = KERNEL.sample_norms(own_x, own_grad, shapes, "gram", case.call, streams)
+        assert torch.equal(own[0], norms[i])
+
+
+def test_threads_change_nothing() -> None:
+    case = conv_case("luq_fp4", 5, 20, 40, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), 1, 6)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            x, grad, packed = case.operands()
+            parts = (case.shapes, case.call, case.streams)
+            total = KERNEL.weighted_grad(x, grad, torch.linspace(0.2, 1, 5), *parts)
+            norms = KERNEL.sample_norms(x, grad, case.shapes, "", case.call, case.streams)
+            found.append((KERNEL.product(x, packed, None, *parts), total, norms))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_kernels_without_vector_instructions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain C++ loops, as any other CPU would run them."""
+    target = ("-mno-avx", "-mno-avx2") if native.load().name.startswith("AVX") else ("-march=armv8-a",)
+    scalar = native.Library(native.build(target))
+    assert scalar.name == "scalar" and scalar.columns != native.load().columns
+    monkeypatch.setattr(native, "load", lambda: scalar)
+    check(conv_case("luq_fp4", 3, 20, 18, (7, 6), (3, 3), (2, 1), (1, 1), (1, 1), 1, 7))
+    check(linear_case("uniform4", (3, 4, 21), BatchAxis(0), 9, 8))
+
+
+def test_activations_are_kept_in_a_quarter() -> None:
+    case = conv_case("luq_fp4", 8, 32, 32, (16, 16), (3, 3), (1, 1), (1, 1), (1, 1), 1, 9)
+    x = KERNEL.operand(case.x, "input", case.call, case.streams)
+    held = sum(part.numel() * part.element_size() for part in x)
+    assert held <= 0.3 * case.x.numel() * case.x.element_size()
+
+
+def test_tables_agree_with_each_other() -> None:
+    """The backward table is the forward one, read the other way."""
+    call = conv_case("luq_fp4", 1, 1, 1, (5, 6), (3, 2), (2, 3), (1, 0), (1, 2), 1, 0).call
+    assert call.geometry is not None
+    there, back = forward_table(call.geometry, (5, 6), (3, 2)), backward_table(call.geometry, (5, 6), (3, 2))
+    pairs = {(p, t, int(s)) for p in range(there.pixels) for t, s in enumerate(there.source[p]) if s >= 0}
+    assert pairs == {(int(s), t, p) for p in range(back.pixels) for t, s in enumerate(back.source[p]) if s >= 0}
+    assert sorted(back.order.tolist()) == list(range(back.pixels))
+
+
+def test_explain_says_native_or_why_not() -> None:
+    model = dpq.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4)), budget=2).train()
+    model(torch.randn(2, 3, 6, 6))
+    assert all(row.native and "cpu_int8" in row.kernel for row in model.explain())
+    for fmt, reason in (("fp8_e5m2", "byte"), ("fp4_e2m1", "unit")):
+        other = dpq.compile(nn.Linear(4, 4), budget=1, format=fmt).train()
+        (row,) = other.explain()
+        assert not row.native and "emulated" in row.kernel and reason in row.note
+
+
+def test_it_is_what_auto_takes() -> None:
+    call = site_call("linear", 0, 0, "luq_fp4/none/auto", [0, 1, 1, 0, 1, 1])
+    assert choose_kernel(call, torch.device("cpu")).kernel.backend == "cpu_int8"
