@@ -10,11 +10,15 @@ whether subnormals are flushed, except a product of `matmul_packed` that is itse
 
 Triton is an optional extra. Importing this module does not import it; the first call does, and raises `KernelError`
 where it is missing. Tensors in main memory are for Triton's interpreter only, which is slow and for tests.
+
+Nothing here has run on a GPU. The tests compare the kernels with the reference in the interpreter, and compile them
+for compute capability 8.0, 9.0 and 10.0; see `NEVER_RUN`.
 """
 
 # The annotations of kernels name `tl`, which is there only once triton is imported.
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
@@ -31,10 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NEVER_RUN", "GpuKernel", "gpu_kernel_for", "matmul_packed", "quantize_pack", "unpack_dequantize"]
 
-NEVER_RUN = (
-    "never run on a GPU: tested bit for bit in Triton's interpreter and compiled for GPUs, so that results on hardware "
-    "are unchecked and speed is unknown"
-)
+NEVER_RUN = "never run on a GPU: results on hardware are unchecked, and the speed is unknown"
 
 # Untuned.
 _BLOCK = 1024  # bytes of packed codes, or elements, to a program
@@ -42,8 +43,8 @@ _TILE = 64  # rows and columns of the product to a program
 _STEP = 64  # bytes of depth that it takes at a time
 # A product of two codes is at most 2^12 and a byte holds two codes: int32 sums over a span stay within 2^30.
 _SPAN = 1 << 17
-# Elements of a sample. The counter and the offsets within a sample are int32, with room for the last, partial block.
-_LARGEST_SAMPLE = 1 << 30
+# Bytes of a packed sample. Counters and offsets within a sample are int32, and the last block reaches beyond its end.
+_LARGEST_SAMPLE = 1 << 29
 
 
 def quantize_pack(x: Tensor, key: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,10 +60,8 @@ def quantize_pack(x: Tensor, key: Tensor, samples: Tensor) -> tuple[Tensor, Tens
     _check(x, "x", torch.float32, "[B, ..., K]", x.dim() >= 2)
     count, width = x.shape[0], x.shape[-1]
     _check(samples, "samples", torch.int64, f"[{count}]", list(samples.shape) == [count])
-    size = x[0].numel() if count else 0
-    if size > _LARGEST_SAMPLE:
-        raise KernelError(f"x has {size} elements to a sample, this kernel takes 2^30: use backend='reference'")
-    row_bytes = -(-width // 2)
+    rows, row_bytes = math.prod(x.shape[1:-1]), _ceil_div(width, 2)
+    size, bytes_each = rows * width, _sample_bytes(rows * row_bytes)
     packed = x.new_empty([*x.shape[:-1], row_bytes], dtype=torch.uint8)
     unit = x.new_empty(count)
     if count == 0:
@@ -72,7 +71,6 @@ def quantize_pack(x: Tensor, key: Tensor, samples: Tensor) -> tuple[Tensor, Tens
     largest = torch.zeros(count, dtype=torch.int32, device=x.device)
     blocks = _ceil_div(size, _BLOCK)
     _launch(kernels.row_max, count * blocks, x, largest, size, blocks, block=_BLOCK)
-    bytes_each = packed[0].numel()
     blocks = max(_ceil_div(bytes_each, _BLOCK), 1)  # samples without elements have a unit as well
     arguments = (x, k0, k1, largest, packed, unit, size, row_bytes, bytes_each, blocks)
     _launch(kernels.quantize, count * blocks, *arguments, odd=width % 2, block=_BLOCK)
@@ -90,10 +88,10 @@ def unpack_dequantize(packed: Tensor, unit: Tensor, length: int) -> Tensor:
     _check(packed, "packed", torch.uint8, f"[B, ..., {_ceil_div(length, 2)}] for length={length}", fits)
     count = packed.shape[0]
     _check(unit, "unit", torch.float32, f"[{count}]", list(unit.shape) == [count])
+    bytes_each = _sample_bytes(math.prod(packed.shape[1:]))
     values = packed.new_empty([*packed.shape[:-1], length], dtype=torch.float32)
     if values.numel() == 0:
         return values
-    bytes_each = packed[0].numel()
     blocks = _ceil_div(bytes_each, _BLOCK)
     sizes = (values[0].numel(), packed.shape[-1], bytes_each, blocks)
     arguments = (packed.contiguous(), unit.contiguous(), values, *sizes)
@@ -174,7 +172,7 @@ _EMULATED = GpuKernel(
     "torch.matmul",
     native=False,
     exact=False,
-    reason="this GPU has no tensor cores for numbers that hold all levels of the format",
+    reason="no tensor-core kernel is foreseen for this format on this compute capability",
 )
 # From which compute capability on, what, and for which formats: the first that fits. LUQ is not on NVFP4's line: E2M1
 # has four powers of two (0.5 to 4) and LUQ seven, so that an operand would be a sum of two, and a product four.
@@ -200,9 +198,16 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _sample_bytes(count: int) -> int:
+    if count > _LARGEST_SAMPLE:
+        raise KernelError(f"a packed sample takes {count} bytes, these kernels go to 2^29: use backend='reference'")
+    return count
+
+
 def _launch(kernel: Any, programs: int, *arguments: Tensor | int, **constants: int) -> None:
-    # No contraction of a·b + c: every path must round as the reference does.
-    kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device, whatever the tensors are on
+        # No contraction of a·b + c: every path must round as the reference does.
+        kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
 
 
 def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: str, fits: bool) -> None:
@@ -237,13 +242,8 @@ def _load() -> SimpleNamespace:
             f"the Triton kernels need the package triton, which cannot be imported ({error}): `pip install triton`, or "
             "use backend='reference'"
         ) from error
-    return SimpleNamespace(
-        row_max=triton.jit(_row_max),
-        quantize=triton.jit(_quantize),
-        dequantize=triton.jit(_dequantize),
-        matmul=triton.jit(_matmul),
-        interpreted=triton.knobs.runtime.interpret,
-    )
+    kernels = {kernel.__name__[1:]: triton.jit(kernel) for kernel in (_row_max, _quantize, _dequantize, _matmul)}
+    return SimpleNamespace(**kernels, interpreted=triton.knobs.runtime.interpret)
 
 
 # Kernels: plain functions that `_load` hands to triton.jit. Magnitudes are compared as bit patterns, which order like

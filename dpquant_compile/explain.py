@@ -7,6 +7,7 @@ import torch
 
 from dpquant_compile.backends.ops import axis_list, geometry_list, site_call
 from dpquant_compile.backends.registry import Choice, choose_kernel
+from dpquant_compile.backends.triton_fp4 import gpu_kernel_for
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import BatchAxis, Site, SiteTable
 from dpquant_compile.spec import CompileSpec
@@ -104,4 +105,7 @@ def explain(
     mode = "train()" if training else "eval(), quantized" if spec.quantize_eval else "eval(): full precision"
     what = f"{spec.recipe.format}, outputs {spec.recipe.outputs!r}"
     title = f"{len(policy)} of {len(sites)} sites in {what}, {mode}, on {device}"
+    if device.type == "cuda":
+        gpu = gpu_kernel_for(torch.cuda.get_device_capability(device), spec.recipe.format)
+        title += f"\nnot used yet: {gpu.name} by {gpu.call}, since {gpu.reason}; {gpu.status}"
     return Explanation(title, tuple(rows), tuple(private))

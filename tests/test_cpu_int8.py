@@ -17,8 +17,11 @@ from dpquant_compile.backends.per_sample import as_weight
 from dpquant_compile.backends.reference import key_of
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.bits import site_keys
+from dpquant_compile.explain import explain
 from dpquant_compile.quantize import from_samples, quantize_parts, to_samples
+from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
+from dpquant_compile.spec import CompileSpec
 
 KERNEL: Any = cpu_int8.CPU_INT8.arithmetic
 KEYS = site_keys(3, 1, ("site",))
@@ -310,6 +313,14 @@ def test_explain_says_native_or_why_not() -> None:
         other = dpq.compile(nn.Linear(4, 4), budget=1, format=fmt).train()
         (row,) = other.explain()
         assert not row.native and "emulated" in row.kernel and reason in row.note
+
+
+def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dpq.compile(nn.Linear(4, 4), budget=1).train()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    text = str(explain(model.sites, model.policy, CompileSpec(1, Recipe()), torch.device("cuda"), training=True))
+    assert "not used yet: fp8 by torch._scaled_mm" in text and "never run on a GPU" in text
+    assert "reference (emulated)" in text and "not cpu_int8: for the CPU only" in text
 
 
 def test_it_is_what_auto_takes() -> None:

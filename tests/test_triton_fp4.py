@@ -8,6 +8,7 @@ processes of their own, which live as long as the tests of this module.
 import importlib.util
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -305,11 +306,11 @@ def test_the_others_compile_for_gpus(for_gpu: Call) -> None:
     assert "mul.rn.f32" in for_gpu("compile", "dequantize", signature, {"odd": 1, "block": 1024}, 80)
 
 
-@pytest.mark.parametrize(("capability", "code"), [(80, "s32.s8.s8"), (90, "s32.s8.s8"), (100, "kind::i8")])
-def test_matmul_compiles_to_int8_tensor_cores(for_gpu: Call, capability: int, code: str) -> None:
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_matmul_compiles_to_int8_tensor_cores(for_gpu: Call, capability: int) -> None:
     constants = {"wide": capability == 80, "span": 1 << 17, "tile": 64, "step": 64}
     ptx = for_gpu("compile", "matmul", MATRICES | STRIDES | TILES, constants, capability)
-    assert any("mma" in line and code in line for line in ptx.splitlines())
+    assert re.search(r"mma\S*(\.s32\.s8\.s8|\.kind::i8)", ptx)  # the second from Triton 3.9 on, for Blackwell
 
 
 @pytest.mark.parametrize(
@@ -330,11 +331,9 @@ def test_matmul_compiles_to_int8_tensor_cores(for_gpu: Call, capability: int, co
 def test_gpu_kernel_for(capability: tuple[int, int], format: str, name: str) -> None:
     kernel = gpu_kernel_for(capability, format)
     assert kernel.name == name and kernel.native == (name != "emulated") and kernel.exact == (name == "int8")
+    in_int8 = capability >= (7, 5) and format in ("luq_fp4", "uniform4")
+    assert gpu_kernel_for(capability, format, exact=True).name == ("int8" if in_int8 else "emulated")
     assert kernel.status == NEVER_RUN and kernel.reason and "\n" not in kernel.reason + kernel.status
-
-
-def test_exact_gpu_kernels() -> None:
-    assert gpu_kernel_for((9, 0), exact=True).name == "int8" and gpu_kernel_for((7, 0), exact=True).name == "emulated"
 
 
 @pytest.mark.parametrize("name", ["luq_fp4", "uniform4"])
@@ -387,7 +386,7 @@ def test_tensors_in_main_memory_need_the_interpreter(for_gpu: Call) -> None:
         ("quantize_pack", (torch.ones(4, 2).double(), KEY, torch.arange(4)), "not torch.float64"),
         ("quantize_pack", (torch.ones(4, 2), KEY, torch.arange(3)), r"samples must be torch.int64 \[4\]"),
         ("quantize_pack", (torch.ones(2, 2), KEY, torch.arange(2, device="meta")), "several devices, cpu, meta"),
-        ("quantize_pack", (torch.ones(1, 1).expand(1, 2**30 + 1), KEY, torch.arange(1)), "1073741825 elements"),
+        ("quantize_pack", (torch.ones(1, 1).expand(1, 2**30 + 1), KEY, torch.arange(1)), "536870913 bytes"),
         ("unpack_dequantize", (codes(2, 3), torch.ones(2), 4), r"\[B, ..., 2\] for length=4, not torch.uint8 \[2, 3\]"),
         ("matmul_packed", (codes(2, 3), torch.ones(2), codes(2, 4), torch.ones(2)), "the depth of a"),
         ("matmul_packed", (codes(2, 3), torch.ones(3), codes(2, 3), torch.ones(2)), r"unit_a .* \[2\] or \[1\]"),
