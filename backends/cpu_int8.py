@@ -45,7 +45,10 @@ def norm_method(sizes: "_Sizes") -> str:
     """The cheaper way to norms, "gram" or "direct"; the constants are measured, see docs/performance.md."""
     n, c = sizes.features // sizes.groups, sizes.channels // sizes.groups
     gram = _GRAM_COST * (sizes.in_pixels**2 * c + sizes.pixels**2 * n) + _SHIFT_COST * sizes.taps * sizes.pixels**2
-    fits = 4096 * max(sizes.taps * c, n) < 2**31
+    # Grams are int32, and their products are added up in 64 bits, where nothing is lost as long as the sum itself fits.
+    fits = (
+        4096 * max(sizes.taps * c, n) < 2**31 and sizes.features * sizes.taps * c * (4096 * sizes.pixels) ** 2 < 2**63
+    )
     return "gram" if fits and gram < sizes.pixels * sizes.taps * c * n else "direct"
 
 
@@ -199,7 +202,9 @@ class Int8Site:
         native.load()(f"norms_{way}", sizes.problem(format), codes, grad.codes, table.source, norms)
         if sizes.pixels <= _SHORT:
             norms += self._slack(x, grad, _sizes(shapes, call), call)
-        return norms * (x.unit.double() * grad.unit.double()).square()
+        unit = x.unit.double() * grad.unit.double()
+        # Units that float32 cannot hold make a weight gradient that it cannot hold either: left out, and counted.
+        return (norms * unit.square()).masked_fill(unit > torch.finfo(torch.float32).max, torch.inf)
 
     def sample_grads(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall, streams: Streams) -> Tensor:
         if x.codes.dtype != torch.uint8:
@@ -219,12 +224,17 @@ class Int8Site:
         if x.codes.dtype != torch.uint8:
             return self._emulated.weighted_grad(x, grad, factors, shapes, call, streams)
         sizes = _sizes(shapes, call)
-        if sizes.pixels <= _SHORT or sizes.pixels > _LONGEST:
+        if sizes.pixels > _LONGEST:
             values = self._values(x, grad, shapes, call)
             return self._dense.weighted_grad(*values, factors, shapes, call, streams)
+        # In one product of doubles: a factor times one unit may lie where float32 has few digits, or none.
+        scale = (factors.double() * x.unit.double() * grad.unit.double()).to(torch.float32)
+        if sizes.pixels <= _SHORT:
+            values = self._values(x._replace(unit=torch.ones_like(x.unit)), grad._replace(unit=scale), shapes, call)
+            left_out = torch.where(scale.isnan(), torch.nan, 1.0)
+            return self._dense.weighted_grad(*values, left_out, shapes, call, streams)
         codes, sizes, table = self._places(x.codes, sizes, shapes, call)
         out = torch.empty(shapes.weight)
-        scale = factors.to(torch.float32) * x.unit * grad.unit
         problem = sizes.problem(_FORMATS[call.recipe.format])
         native.load()("weighted", problem, codes, grad.codes, table.source, scale, out)
         unfolded = table.taps == 1 and len(shapes.weight) > 2
@@ -242,6 +252,7 @@ class Int8Site:
         self, x: Tensor, shape: tuple[int, ...], key: int, samples: Tensor, call: SiteCall, out: Tensor, unit: Tensor
     ) -> None:
         if shape[0] * shape[1] * shape[2] == 0:
+            unit.fill_(torch.finfo(torch.float32).tiny)
             return
         number = _FORMATS[call.recipe.format].number
         native.load()("quantize", x.data_ptr(), shape, key, samples, number, out, unit)
@@ -324,9 +335,9 @@ def _supports(call: SiteCall, device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"for the CPU only, not for {device.type}"
     if call.recipe.format not in _FORMATS:
-        return f"codes of {call.recipe.format} do not share a unit per sample, or do not fit a byte"
+        return f"computes {' and '.join(_FORMATS)}, not {call.recipe.format}"
     if call.recipe.outputs != "none":
-        return "rounds no outputs"
+        return f"needs quantize_outputs='none', not {call.recipe.outputs!r}"
     if call.geometry is not None and (call.axis != BatchAxis(0) or call.output_axis != BatchAxis(0)):
         return "a sample of this conv is more than one image"
     return native.unavailable()

@@ -76,11 +76,12 @@ def explain(
     training: bool,
     lost: Mapping[str, str] | None = None,
     private: Sequence[tuple[str, str, str]] = (),
+    emulated: Mapping[str, str] | None = None,
 ) -> Explanation:
     """The table for a model in its present state. `lost` are sites that the last call could not quantize, and why.
 
     `private` says for each trainable parameter under a privacy engine: its name, the operators that use it, and the
-    way its per-sample gradients are taken.
+    way its per-sample gradients are taken. `emulated` are sites whose native kernel cannot take their tensors, and why.
     """
     rows = []
     active = training or spec.quantize_eval
@@ -94,10 +95,10 @@ def explain(
         low = active and site.name in policy
         passed = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
         note = "; ".join(part for part in (choice.kernel.note if low else "", passed if low else "") if part)
-        kernel = str(choice) if low else "torch (full precision)"
-        rows.append(
-            Row(site.name, site.op, shape, "low" if low else "full", kernel, low and choice.kernel.native, note)
-        )
+        kernel, native = (str(choice), choice.kernel.native) if low else ("torch (full precision)", False)
+        if native and emulated and site.name in emulated:
+            kernel, native, note = "compiled (emulated)", False, f"not {choice.kernel.backend}: {emulated[site.name]}"
+        rows.append(Row(site.name, site.op, shape, "low" if low else "full", kernel, native, note))
     for skip in sites.skipped:
         where = f" [{skip.source}]" if skip.source else ""
         kernel = "torch (full precision)"

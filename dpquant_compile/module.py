@@ -16,12 +16,13 @@ from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.formats import get_format
 from dpquant_compile.passes.infra import PassRecord
+from dpquant_compile.passes.insert_switches import axes_of
 from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
 from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
 from dpquant_compile.runner import Internals, Runner, refuse_grad_samplers
-from dpquant_compile.sites import Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
+from dpquant_compile.sites import BatchAxis, Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
 from dpquant_compile.view import GraphView
@@ -277,7 +278,20 @@ class CompiledModule(nn.Module):
         latest = self._programs.latest
         lost = {s.name: s.reason for s in collect_sites(latest.base).skipped} if latest is not None else {}
         private = self.__dict__["_private"].ways() if self.__dict__["_private"] is not None else ()
-        return explain(self._sites, self.policy, self._spec, self._device(), self._original.training, lost, private)
+        where = self._device(), self._original.training
+        return explain(self._sites, self.policy, self._spec, *where, lost, private, self._not_native())
+
+    def _not_native(self) -> dict[str, str]:
+        """Sites whose tensors a native kernel hands on to the emulated one, and why."""
+        held = dict(self._original.named_parameters(remove_duplicate=False))
+        dtypes = {site.name: held[site.weight].dtype for site in self._sites if site.weight in held}
+        reasons = {name: f"its weight is {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32}
+        nodes = self._programs.latest.base.graph.nodes if self._programs.latest is not None else ()
+        for node in nodes:
+            site = node.meta.get("site")
+            if site is not None and site.geometry is not None and axes_of(node) != (BatchAxis(0), BatchAxis(0)):
+                reasons[site.name] = "a sample of this conv is more than one image"
+        return reasons
 
     def trace_log(self) -> tuple[PassRecord, ...]:
         """Every pass over this model's graphs so far; `print` a record to read the graph before and after it."""

@@ -245,6 +245,8 @@ def estimate_speedup(
     """
     _check_share("p", p)
     _check_seconds("analysis", analysis)
+    if accelerator is not None and not isinstance(accelerator, Accelerator):
+        raise PrivacySpecError(f"accelerator={accelerator!r}: give an Accelerator(name, speedup, source)")
     if isinstance(profile, StageTimes):
         overhead = profile.overhead(shares)
     elif isinstance(profile, TotalTimes):

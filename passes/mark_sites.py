@@ -130,13 +130,13 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
     bias, _ = _parameter(gm, node.args[2])
     op = "linear" if node.target is F.linear else f"conv{CONVS.index(node.target) + 1}d"
     name = node.meta.get("site_hint") or _site_name(node, parameter, found)
-    known = found.get(name)
-    if known is not None and known.weight != parameter:
-        name = f"{name}.{node.name}"
     geometry = None
     if op != "linear" and all(isinstance(v, tuple | int) for v in node.args[3:]):
         stride, padding, dilation, groups = node.args[3:]
         geometry = ConvGeometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
+    known = found.get(name)
+    if known is not None and (known.weight, known.op, known.geometry) != (parameter, op, geometry):
+        name = f"{name}.{node.name}"  # one weight, used in two ways: two sites
     shape = tuple(value.shape) if value is not None else None
     return Site(
         name=name,

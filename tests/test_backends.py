@@ -149,7 +149,9 @@ def test_auto_takes_the_best_that_can_and_says_why_not_the_others() -> None:
     assert str(choose_kernel(call(), CPU)) == "cpu_int8 (native)"
     assert choose_kernel(call(), CPU).passed_over == ()
     flowing = choose_kernel(call("luq_fp4/flow/auto"), CPU)
-    assert str(flowing) == "compiled (emulated)" and flowing.passed_over == (("cpu_int8", "rounds no outputs"),)
+    assert str(flowing) == "compiled (emulated)" and flowing.passed_over == (
+        ("cpu_int8", "needs quantize_outputs='none', not 'flow'"),
+    )
     blocked = choose_kernel(call(f"{BLOCKED[0]}/none/auto"), CPU)
     assert blocked.kernel.backend == "reference"
     assert [name for name, _ in blocked.passed_over] == ["cpu_int8", "compiled"] and "block" in blocked.passed_over[1][

@@ -83,7 +83,7 @@ def serve(**env: str) -> Iterator[Call]:
             return answer
 
         yield call
-        questions.close()
+        process.kill()  # it has nothing to save, and torch takes seconds to leave
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def normal(shape: tuple[int, ...], seed: int = 0, spread: float = 0.0) -> Tensor
 SHAPES = st.one_of(
     st.tuples(st.integers(0, 4), st.integers(0, 40)),
     st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 9)),
-    st.tuples(st.integers(1, 2), st.sampled_from([1023, 1024, 2047, 2048, 2049, 4097])),
+    st.tuples(st.integers(1, 2), st.sampled_from([1023, 2047, 2048, 2049])),
 )
 
 

@@ -45,8 +45,8 @@ struct Rows {
 };
 
 // Contractions whose sum could pass int32: in stretches of LONGEST, added up in 64 bits.
-void long_sums(const Parts& parts, int depth, const int32_t* offset, const uint8_t* padding, float (&sums)[MR][NR]) {
-  int64_t wide[MR][NR] = {};
+void long_sums(const Parts& parts, int depth, int zero, const uint8_t* padding, float (&sums)[MR][NR]) {
+  int64_t wide[MR][NR] = {}, offset[NR] = {};
   Tile tile;
   for (int64_t j = 0; j < parts.count; j++)
     for (int64_t k = 0; k < parts.steps; k += LONGEST / 4) {
@@ -56,7 +56,11 @@ void long_sums(const Parts& parts, int depth, const int32_t* offset, const uint8
         rows[r] = row == padding ? row : row + 4 * k;  // padding is the same everywhere
       }
       const int8_t* panel = parts.panels[j] + k * STEP;
-      multiply(tile, {rows, &panel, 1, std::min(parts.steps - k, LONGEST / 4)}, depth);
+      const int64_t steps = std::min(parts.steps - k, LONGEST / 4);
+      int32_t own[NR];
+      zero_product(panel, steps, zero, depth, own);
+      for (int n = 0; n < NR; n++) offset[n] += own[n];
+      multiply(tile, {rows, &panel, 1, steps}, depth);
       for (int r = 0; r < MR; r++)
         for (int n = 0; n < NR; n++) wide[r][n] += tile.sum[r][n];
     }
@@ -186,7 +190,7 @@ void dpq_products(const uint8_t* a, int64_t batch, int64_t in_pixels, int64_t ch
                 for (int r = 0; r < MR; r++)
                   for (int n = 0; n < NR; n++) sums[r][n] = float(tile.sum[r][n] - offset[n]);
               } else {
-                long_sums(parts, depth[gb], offset, padding.data(), sums);
+                long_sums(parts, depth[gb], int(zero), padding.data(), sums);
               }
               for (int r = 0; r < MR && start + i * MR + r < rows; r++) {
                 const int64_t row = start + i * MR + r, place = row / pixels * pixels + order[row % pixels];

@@ -137,7 +137,7 @@ void gram(const Shape& s, const uint8_t* rows, int64_t count, int64_t terms, int
       multiply(tile, {at, &columns, 1, steps}, depth);
       for (int64_t i = 0; i < std::min<int64_t>(MR, count - r); i++)
         for (int64_t n = 0; n < width; n++)
-          out[(r + i) * count + first + n] = tile.sum[i][n] - offset[n];
+          out[(r + i) * count + first + n] = int32_t(uint32_t(tile.sum[i][n]) - uint32_t(offset[n]));
     }
   }
 }
@@ -215,7 +215,7 @@ void dpq_norms_direct(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
   }
 }
 
-// norms[b] = Σ G², by way of gram matrices of pixels
+// norms[b] = Σ G², by way of gram matrices of pixels. Requires: Σ G² < 2^63, and sums of a gram matrix that fit int32.
 void dpq_norms_gram(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, double* norms,
                     int threads) {
   const Shape s(shape);
@@ -226,7 +226,8 @@ void dpq_norms_gram(const int64_t* shape, const uint8_t* x, const uint8_t* d, co
     std::vector<int8_t> panel;
 #pragma omp for schedule(dynamic)
     for (int64_t b = 0; b < s.batch; b++) {
-      double total = 0.0;
+      // Terms of both signs, which cancel: exact in integers, and right modulo 2^64 whatever they come to on the way.
+      uint64_t total = 0;
       for (int64_t g = 0; g < s.groups; g++) {
         gram(s, d + b * s.pixels * s.features + g * s.rows, s.pixels, s.rows, s.features, panel, left.data());
         gram(s, x + b * s.in_pixels * s.channels + g * s.terms, s.in_pixels, s.terms, s.channels, panel, right.data());
@@ -243,12 +244,12 @@ void dpq_norms_gram(const int64_t* shape, const uint8_t* x, const uint8_t* d, co
             }
           }
           const int32_t* other = left.data() + p * s.pixels;
-          double twice = 0.0;
-          for (int64_t q = 0; q < p; q++) twice += double(sum[q]) * double(other[q]);
-          total += 2.0 * twice + double(sum[p]) * double(other[p]);
+          uint64_t twice = 0;
+          for (int64_t q = 0; q < p; q++) twice += uint64_t(int64_t(sum[q]) * int64_t(other[q]));
+          total += 2 * twice + uint64_t(int64_t(sum[p]) * int64_t(other[p]));
         }
       }
-      norms[b] = total;
+      norms[b] = double(total);
     }
   }
 }

@@ -78,8 +78,9 @@ class Clipping:
         parameter i is at `places[i]` where each has its own; `live` tells samples from padding. A sample whose gradient
         is not finite gets NaN, which `Piece.weighted` takes for "leave out".
         """
-        total = torch.stack(list(norms)).sum(0)
-        finite = total.isfinite()
+        squares = torch.stack(list(norms))
+        total = squares.sum(0)
+        finite = total.isfinite() & (squares >= 0).all(0)  # no norm at all is taken for a small one
         if self.mode == "per_layer":
             scales = [self._scale(norm, bounds[place]) for norm, place in zip(norms, places, strict=True)]
         else:

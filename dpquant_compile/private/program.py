@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -27,7 +28,7 @@ class Inputs:
     """What one run of a program is given, beside the model's own tensors.
 
     args      one value per placeholder, padded to the program's batch
-    packed    weights as this step's low-precision products take them, by target
+    packed    weights as this step's low-precision products take them, by `packed_key`
     table     policy, keys, sample ids
     bounds    clipping bounds; `live` [B] tells samples from padding
     """
@@ -59,20 +60,22 @@ class PrivateProgram:
             )
         )
         self.packed = tuple(
-            dict.fromkeys(target for n in nodes if plan.row(n) is not None and (target := plan.packed(n)) is not None)
+            dict.fromkeys(key for n in nodes if plan.row(n) is not None and (key := plan.packed(n)) is not None)
         )
         joint, primals, tangents = self._trace(example, inner == "inductor")
-        joint.graph = fx_graph_cse(joint.graph)  # an output gradient is rounded for its own sake and for the input's
-        joint.recompile()
+        _share_operands(joint)
         if inner == "inductor":
-            joint_graph_passes(joint)
+            with V.set_fake_mode(primals[0].fake_mode):  # type: ignore[attr-defined]
+                joint_graph_passes(joint)
         # The min-cut recomputes what Inductor can fuse; a graph that is interpreted gains nothing by it. But the plain
         # cut would draw random numbers again in backward.
         random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes)
         cut = min_cut_rematerialization_partition if inner == "inductor" or random else default_partition
-        forward, backward = cut(
-            joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
-        )
+        # Two equal calls of a random operator are two draws, which the cut's own merging of equal nodes does not know.
+        with functorch_config.patch(cse=not random):
+            forward, backward = cut(
+                joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
+            )
         self._forward = compile_graph(forward, "private forward", inner, recorder)
         self._backward = compile_graph(backward, "private backward", inner, recorder)
 
@@ -92,7 +95,7 @@ class PrivateProgram:
 
     def _flat(self, inputs: Inputs) -> list[Any]:
         read = [read_attribute(self.plan.base, target).detach() for target in self.attributes]
-        packed = [inputs.packed[target] for target in self.packed]
+        packed = [inputs.packed[key] for key in self.packed]
         leaves = [leaf for leaf in tree_leaves(list(inputs.args)) if isinstance(leaf, Tensor)]
         return [*read, *packed, *inputs.table, inputs.bounds, inputs.live, *leaves]
 
@@ -143,6 +146,17 @@ class PrivateProgram:
         second.graph.eliminate_dead_code()
         second.recompile()
         return second, primals, tangents
+
+
+def _share_operands(gm: fx.GraphModule) -> None:
+    """Round an output gradient once: it is asked for by the input's gradient and by the weight's."""
+    known: dict[Any, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.dpquant.round_operand.default):
+        first = known.setdefault(str(node.args), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _mutates(node: fx.Node) -> bool:

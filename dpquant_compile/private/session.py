@@ -27,7 +27,7 @@ from dpquant_compile.passes.verify_isolation import verify_isolation
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.loader import MicroBatch
 from dpquant_compile.private.program import Inputs, PrivateProgram
-from dpquant_compile.private.trace import Plan
+from dpquant_compile.private.trace import Plan, packed_key
 from dpquant_compile.private.uses import axis_of, find_uses, read_attribute, refuse_whole_modules
 from dpquant_compile.programs import Program
 from dpquant_compile.runner import Internals
@@ -69,7 +69,7 @@ class Session:
         self._constants: dict[tuple[int, str, int], Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self.by_hand = False  # whether samples are in the sums that the loader did not draw
-        self._packed: dict[str, tuple[Any, Tensor]] = {}
+        self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
         self._open: _Call | None = None  # the last forward, until its backward
         self._spent = False  # whether this micro-batch has had its backward
         self._released = True  # whether the sums that lie in the parameters have been used by a step
@@ -247,14 +247,16 @@ class Session:
             weight = node.args[1] if row is not None else None
             if row is None or not isinstance(weight, fx.Node) or weight.op != "get_attr":
                 continue
-            target = str(weight.target)
-            value, low = read_attribute(program.base, target), bool(table.policy[row])
-            state = (id(value), value._version, int(table.keys[row, 0])) if low else (id(value), value.shape)
-            if self._packed.get(target, (None,))[0] != state:
+            key, value = packed_key(str(weight.target), row), read_attribute(program.base, str(weight.target))
+            # What is written through `.data` raises no version, but a tensor that is put there has another address.
+            state: tuple[Any, ...] = (value.data_ptr(), value.dtype, value.shape)
+            if low := bool(table.policy[row]):
+                state += (value._version, int(table.keys[row, 0]))
+            if self._packed.get(key, (None,))[0] != state:
                 call = site_call(**site_arguments(node, row, str(self.internals.spec.recipe)))
                 packed = pack_weight(value, table.keys, call) if low else empty_packed(value, call)
-                self._packed[target] = (state, packed)
-            weights[target] = self._packed[target][1]
+                self._packed[key] = (state, packed, value)  # held, so that its address stays its own
+            weights[key] = self._packed[key][1]
         return weights
 
     def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:

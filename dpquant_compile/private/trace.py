@@ -31,7 +31,13 @@ from dpquant_compile.private.pieces import (
 from dpquant_compile.private.uses import Use, Uses, axis_of, named_arguments
 from dpquant_compile.sites import ConvGeometry
 
-__all__ = ["Plan", "Tracing"]
+__all__ = ["Plan", "Tracing", "packed_key"]
+
+
+def packed_key(target: str, row: int | None) -> str:
+    """One weight may be packed in several ways, for sites of different geometry."""
+    return f"{row}:{target}"
+
 
 # Bytes of per-sample gradients of one parameter that are held where there is no other way.
 _LARGEST = 1 << 30
@@ -51,9 +57,11 @@ class Plan:
     batch: int
 
     def packed(self, node: fx.Node) -> str | None:
-        """The parameter whose packed form a site takes; None for a weight that forward computes."""
+        """The key of a site's packed weight; None for a weight that forward computes."""
         weight = node.args[1]
-        return str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else None
+        if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+            return None
+        return packed_key(str(weight.target), self.row(node))
 
     def row(self, node: fx.Node) -> int | None:
         """The row of a site in the link table; None for what is no site."""
@@ -95,7 +103,7 @@ class Tracing(fx.Interpreter):
     """One run of a plan on given tensors.
 
     attributes  tensors behind the get_attr nodes, by target; parameters are constants here
-    packed      weights of the sites as low-precision products take them, by target
+    packed      weights of the sites as low-precision products take them, by `packed_key`
     table       policy, keys and sample ids
     """
 
