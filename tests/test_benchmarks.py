@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
     [
         ("dp_step", ["--no-memory"], ("eager", "hooks", "ghost", "functorch", "ours")),
         ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
+        ("fp4_step", [], ("private fp32", "private FP4 90 %", "torch.compile", "int8")),
+        ("fp4_step", ["--scaling", "--out", "out"], ("batch    4",)),
     ],
 )
 def test_smoke_run(name: str, options: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
