@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpquant_compile.backends.ops import plain_dtypes, site_call
-from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.clipped import FULL_SITE
+from dpquant_compile.backends.ops import output_shape, plain_dtypes, site_call
+from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.bits import ROLES, fold, sample_keys, site_keys
 from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.infra import bind_inputs, run_passes
 from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.passes.track_batch import batch_size
@@ -167,6 +169,18 @@ class _Run(fx.Interpreter):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return next(self.args_iter)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target not in CONVS or isinstance(args[4], str) or args[0].dim() != args[1].dim():
+            return super().call_function(target, args, kwargs)
+        # Without the taps that only meet padding, which on small maps are most of a kernel.
+        x, weight, bias, stride, padding, dilation, groups = args
+        geometry = [*stride, *padding, *dilation, groups]
+        op = f"conv{CONVS.index(target) + 1}d"
+        call = site_call(op, -1, 0, self._recipe, [0, 1, 1, 0, 1, 1], geometry)
+        sizes = tuple(x.shape), tuple(weight.shape)
+        shapes = Shapes(*sizes, output_shape(*sizes, call.geometry), x.shape[0])
+        return FULL_SITE.forward(x, weight, bias, shapes, call)
 
     def start(self, inputs: Sequence[Any]) -> None:
         """Full precision."""
