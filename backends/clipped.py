@@ -1,5 +1,6 @@
 """What clipping needs of a site whose operands are plain numbers: in full precision, or rounded and held as floats."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +52,7 @@ class Taps:
         return whole.flatten(2)
 
 
-class ClippedSite:
+class ClippedSite(ABC):
     """Norms, weighted sums and per-sample gradients of operands whose codes are the numbers themselves."""
 
     def taps(self, shapes: Shapes, call: SiteCall) -> Taps:
@@ -117,9 +118,9 @@ class ClippedSite:
     def _rounds_grads(self, call: SiteCall) -> bool:
         return call.recipe.outputs == "all"
 
+    @abstractmethod
     def sample_grad(self, grads: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         """The gradients [B, *weight] of samples, rounded."""
-        raise NotImplementedError
 
     def _each_rounded(
         self,
@@ -152,6 +153,9 @@ class FullSite(ClippedSite):
     def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, shapes: Shapes, call: SiteCall) -> Tensor:
         taps = self.taps(shapes, call)
         return full_grad_input(taps.call.geometry, grad, x, taps.weight(weight))
+
+    def sample_grad(self, grads: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        return grads
 
     def _rounds_grads(self, call: SiteCall) -> bool:
         return False

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends import native
-from dpquant_compile.backends.clipped import ClippedSite
+from dpquant_compile.backends.clipped import FULL_SITE
 from dpquant_compile.backends.compiled import quantize_compiled
 from dpquant_compile.backends.conv_tables import Table, backward_table, forward_table, linear_table
 from dpquant_compile.backends.int8_weights import Codes, Panels, packing
 from dpquant_compile.backends.ops import output_shape
 from dpquant_compile.backends.per_sample import as_weight
-from dpquant_compile.backends.per_sample import factors as sample_parts
 from dpquant_compile.backends.reference import EmulatedSite
 from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
 from dpquant_compile.bits import ROLES, fold_int
@@ -95,7 +94,7 @@ class Int8Site:
 
     def __init__(self) -> None:
         self._emulated = EmulatedSite(quantize_compiled)
-        self._dense = ClippedSite()
+        self._dense = FULL_SITE
 
     # Without clipping
 
@@ -243,8 +242,7 @@ class Int8Site:
     def sample_factors(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Tensor, Tensor]:
         if x.codes.dtype == torch.uint8:
             x, grad = self._values(x, grad, shapes, call)
-        left, right = sample_parts(call, x.codes, grad.codes, shapes.weight)
-        return left[:, 0], right[:, 0]
+        return self._dense.sample_factors(x, grad, shapes, call)
 
     # The parts of it
 
