@@ -18,6 +18,7 @@ __all__ = [
     "InplaceAliasError",
     "IsolationError",
     "KernelError",
+    "LabError",
     "LedgerError",
     "NonFiniteError",
     "NotCapturedError",
@@ -105,6 +106,10 @@ class PrivacySpecError(DPQuantError, ValueError):
 
 class PrivateTrainingError(DPQuantError, RuntimeError):
     """A training loop does something that would break the privacy guarantee."""
+
+
+class LabError(DPQuantError, ValueError):
+    """A recipe, a configuration, data or a run folder of the lab that cannot be used."""
 
 
 class LedgerError(DPQuantError, RuntimeError):

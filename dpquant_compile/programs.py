@@ -67,6 +67,8 @@ class Programs:
         self._traced: dict[Hashable, fx.GraphModule | CaptureError] = {}
         self._latest: dict[Hashable, Program] = {}
         self.last_trained: Program | None = None
+        # What a privacy engine has compiled of these programs, for the next `make_private` of the same model to find.
+        self.private: dict[Hashable, Any] = {}
         self.was_provisional = self.provisional
 
     @property
@@ -132,6 +134,7 @@ class Programs:
         self._programs.clear()
         self._traced.clear()
         self._latest.clear()
+        self.private.clear()
         self.last_trained = None
 
     def normalise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -118,7 +118,7 @@ class Page:
         self.drag(self.centre_of(selector), self.centre_of(selector))
 
     def press(self, key: str) -> None:
-        text = {"text": key} if len(key) == 1 else {}
+        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}
             self._call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=KEYS[key], **more)
@@ -128,6 +128,9 @@ class Page:
 
     def prefer(self, scheme: str) -> None:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def resize(self, width: int, height: int) -> None:
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def screenshot(self) -> bytes:
         return base64.b64decode(self._call("Page.captureScreenshot")["data"])

@@ -247,6 +247,7 @@ MAX_GRID = 2**23
 PRV_ERROR = 0.01  # on ε; it is added to the estimate. Opacus' default, spelt out because the grid follows from it.
 
 
+@functools.lru_cache(maxsize=4096)  # a second of work each, and runs that differ in their seed alone ask for the same
 def _prv_epsilon(history: History, delta: float) -> float:
     # The grid reaches as far as the RDP bound at a much smaller δ; its mesh is as in PRVAccountant._get_domain. Ask
     # first: the accountant would fill the memory before it fails.

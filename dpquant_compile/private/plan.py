@@ -29,12 +29,12 @@ MAX_SIGMA = 1000  # … up to this: no training survives more
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that keeps its budget: with `noise_multiplier`, training and analyses together cost `epsilon`."""
+    """What a run costs: with `noise_multiplier`, training and analyses together have `epsilon`."""
 
     noise_multiplier: float
-    epsilon: float  # of all of it, at most target_epsilon
+    epsilon: float  # of all of it, at most target_epsilon where there is one
     epsilons: dict[str, float]  # of each purpose by itself
-    target_epsilon: float
+    target_epsilon: float | None  # None where the noise was given
     delta: float
     steps: int
     sample_rate: float
@@ -52,7 +52,8 @@ class Plan:
         rows.append(("together", "", "", "", f"{self.epsilon:.4f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([*table, f"target {self.target_epsilon:g} at delta {self.delta:g}, {self.accountant}"])
+        target = "" if self.target_epsilon is None else f"target {self.target_epsilon:g} at "
+        return "\n".join([*table, f"{target}delta {self.delta:g}, {self.accountant}"])
 
 
 def _row(name: str, steps: int, q: float, sigma: float, epsilon: float) -> tuple[str, str, str, str, str]:
@@ -61,20 +62,23 @@ def _row(name: str, steps: int, q: float, sigma: float, epsilon: float) -> tuple
 
 def plan(
     *,
-    target_epsilon: float,
+    target_epsilon: float | None = None,
+    noise_multiplier: float | None = None,
     delta: float,
     dataset_size: int,
     batch_size: int,
     epochs: int,
     analyses: int | None = None,
     n_interval: int = 2,
-    n_sample: int | None = None,
+    n_sample: float | None = None,
     max_physical_batch_size: int | None = None,
     sigma_measure: float | None = None,
     estimator: str | None = "per_sample",
     accountant: str = "prv",
 ) -> Plan:
     """The least noise multiplier, to three decimals, that keeps `epochs` epochs with their analyses in the budget.
+
+    With `noise_multiplier` in the place of `target_epsilon`, what that noise costs.
 
     Training makes ceil(dataset_size / batch_size) steps an epoch, each at a sampling rate of one over that (Opacus'
     convention). An analysis follows every `n_interval` epochs but not the last epoch; `analyses` overrides their
@@ -83,8 +87,11 @@ def plan(
     """
     check_accountant(accountant)
     delta = check_delta(delta)
-    target = check_number("target_epsilon", target_epsilon)
-    if not math.isfinite(target):
+    if (target_epsilon is None) == (noise_multiplier is None):
+        raise PrivacySpecError("Give either target_epsilon, for the noise to keep it, or noise_multiplier, for its ε.")
+    sigma = None if noise_multiplier is None else check_number("noise_multiplier", noise_multiplier)
+    target = math.inf if target_epsilon is None else check_number("target_epsilon", target_epsilon)
+    if target_epsilon is not None and not math.isfinite(target):
         raise PrivacySpecError(f"target_epsilon must be finite, not {target_epsilon!r}.")
     size, batch = check_count("dataset_size", dataset_size), check_count("batch_size", batch_size)
     rounds = check_count("epochs", epochs)
@@ -101,18 +108,19 @@ def plan(
         return composed_epsilon(kind, gathered((training(sigma), *measured)), delta)
 
     alone = composed_epsilon(accountant, gathered(measured), delta)
-    least = None if alone >= target else _least_sigma(cost, accountant, target)
-    if least is None:
+    if sigma is None and alone < target:
+        sigma = _least_sigma(cost, accountant, target)
+    if sigma is None:
         raise PrivacyBudgetError(_impossible(target, delta, rounds * loader, measured, alone))
-    epsilons = {"training": composed_epsilon(accountant, gathered((training(least),)), delta)}
+    epsilons = {"training": composed_epsilon(accountant, gathered((training(sigma),)), delta)}
     if measured:
         epsilons["analysis"] = alone
     rate, noise = (0.0, 0.0) if probe is None else probe
     return Plan(
-        noise_multiplier=least,
-        epsilon=cost(accountant, least),
+        noise_multiplier=sigma,
+        epsilon=cost(accountant, sigma),
         epsilons=epsilons,
-        target_epsilon=target,
+        target_epsilon=None if target_epsilon is None else target,
         delta=delta,
         steps=rounds * loader,
         sample_rate=1 / loader,
@@ -130,7 +138,7 @@ def _analyses(
     epochs: int,
     analyses: int | None,
     n_interval: int,
-    n_sample: int | None,
+    n_sample: float | None,
     physical: int | None,
     sigma: float | None,
 ) -> tuple[int, tuple[float, float] | None]:
@@ -143,7 +151,9 @@ def _analyses(
         return 0, None
     cap = min(PHYSICAL_BATCH, batch) if physical is None else check_count("max_physical_batch_size", physical)
     usual = 1 if estimator == "paper" else max(1, round(PER_SAMPLE_BATCH / cap))
-    drawn = usual if n_sample is None else check_count("n_sample", n_sample)
+    drawn = usual if n_sample is None else check_number("n_sample", n_sample)
+    if not drawn > 0:
+        raise PrivacySpecError(f"n_sample must be above 0, not {n_sample!r}: a probe batch needs samples.")
     noise = SIGMA_MEASURE[estimator] if sigma is None else check_number("sigma_measure", sigma)
     if not noise > 0:
         raise PrivacySpecError(f"sigma_measure must be above 0, not {noise!r}: without noise no target can be kept.")

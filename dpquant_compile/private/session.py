@@ -6,7 +6,7 @@ gradient reaches one around the clipping.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -261,19 +261,27 @@ class Session:
 
     def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         if id(program) not in self._programs:
-            trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
-            refuse_whole_modules(program.base, trainable)
-            step = partial(verify_isolation, args=call[0], kwargs=call[1])
-            run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
-            uses = find_uses(program.base, trainable)
-            order = tuple(name for name in self.parameters if name in uses.parameters)
-            recipe = str(self.internals.spec.recipe)
-            places = tuple(list(self.parameters).index(name) for name in order)
-            plan = Plan(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
-            built = PrivateProgram(plan, inputs, self.internals.spec.inner, self.internals.programs.recorder)
-            self._programs[id(program)] = (program, built)
-            self._used |= set(order)
+            # Bounds, noise and seeds are no part of a program, so a second run of the same model finds it compiled.
+            held = tuple(self.parameters), _tensors(self.internals.original)
+            kind = (id(program), self.clipping.mode, self.physical, held)
+            kept = self.internals.programs.private
+            if kind not in kept:
+                kept[kind] = (program, self._built(program, inputs, call))
+            self._programs[id(program)] = kept[kind]
+            self._used |= set(kept[kind][1].plan.order)
         return self._programs[id(program)][1]
+
+    def _built(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
+        trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
+        refuse_whole_modules(program.base, trainable)
+        step = partial(verify_isolation, args=call[0], kwargs=call[1])
+        run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
+        uses = find_uses(program.base, trainable)
+        order = tuple(name for name in self.parameters if name in uses.parameters)
+        recipe = str(self.internals.spec.recipe)
+        places = tuple(list(self.parameters).index(name) for name in order)
+        plan = Plan(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
+        return PrivateProgram(plan, inputs, self.internals.spec.inner, self.internals.programs.recorder)
 
 
 class _Call:
@@ -334,6 +342,16 @@ def _unpadded(base: fx.GraphModule, private: PrivateProgram, flat: Sequence[Tens
         for leaf, constant in zip(leaves, private.outputs, strict=True)
     ]
     return base.graph._codegen.process_outputs(tree_unflatten(result, spec))
+
+
+def _tensors(model: nn.Module) -> tuple[Hashable, ...]:
+    """What a program is compiled for: every tensor of the model, which are one, and which train."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return tuple(
+        (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+        for name, t in named
+    )
 
 
 def padded(node: fx.Node, value: Any, size: int, physical: int) -> Any:

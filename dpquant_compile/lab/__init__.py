@@ -1,0 +1,22 @@
+"""Experiments: named recipes, runs that resume, sweeps over grids, and reports of what came out."""
+
+from dpquant_compile.lab.config import RunConfig
+from dpquant_compile.lab.recipes import TrainRecipe, get_recipe, recipe_names
+from dpquant_compile.lab.results import EpochRow, RunResult, find_runs, read_run
+from dpquant_compile.lab.sweep import SweepEvent, expand, sweep
+from dpquant_compile.lab.train import train
+
+__all__ = [
+    "EpochRow",
+    "RunConfig",
+    "RunResult",
+    "SweepEvent",
+    "TrainRecipe",
+    "expand",
+    "find_runs",
+    "get_recipe",
+    "read_run",
+    "recipe_names",
+    "sweep",
+    "train",
+]

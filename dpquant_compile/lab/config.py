@@ -1,0 +1,152 @@
+"""`RunConfig`: everything that decides what one training run is, in plain values."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from dpquant_compile.errors import LabError
+from dpquant_compile.formats import format_names
+from dpquant_compile.private.plan import SIGMA_MEASURE
+from dpquant_compile.private.scheduler import MODES
+from dpquant_compile.private.selection import NORMALISATIONS
+from dpquant_compile.recipe import Outputs
+
+__all__ = ["DECAYS", "OPTIMIZERS", "PRIVACY", "RunConfig"]
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+PRIVACY = ("dp", "clip", "none")
+DECAYS = ("none", "linear", "cosine")
+
+# Where the data lie does not change what a run is.
+_PLACE = frozenset({"data"})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run. What is None follows from the recipe, or from the scheduler's own defaults.
+
+    recipe       name of the recipe: model, data, and defaults
+    budget       share of the sites in low precision; 0 is full precision throughout, 1 is all of them in every epoch
+    privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls, not private
+    target_epsilon    of training and analyses together; None takes the noise multiplier as it is
+    static_seed  which subset, for scheduler "static"; None takes the seed
+    physical     max_physical_batch_size
+    secure_mode  noise and samples from the operating system's entropy; then the seed decides the model's start alone
+    """
+
+    recipe: str
+    seed: int = 0
+    format: str = "luq_fp4"
+    budget: float = 0.75
+    scheduler: str = "dpquant"
+    estimator: str = "per_sample"
+    optimizer: str = "sgd"
+    privacy: str = "dp"
+    quantize_outputs: str = "none"
+    epochs: int | None = None
+    batch_size: int | None = None
+    physical: int | None = None
+    lr: float | None = None
+    lr_decay: str | None = None
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    max_grad_norm: float | None = None
+    delta: float | None = None
+    beta: float | None = None
+    ema: float | None = None
+    normalise: str | None = None
+    n_interval: int | None = None
+    n_sample: float | None = None
+    sigma_measure: float | None = None
+    clip_measure: float | None = None
+    repetitions: int | None = None
+    static_seed: int | None = None
+    secure_mode: bool = False
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("format", tuple(format_names())), *_CHOICES.items()):
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name in ("lr_decay", "normalise")):
+                raise LabError(f"{name}={value!r}: choose one of {', '.join(choices)}")
+        if not 0 <= _number("budget", self.budget) <= 1:
+            raise LabError(f"budget={self.budget!r}: the share of sites in low precision lies from 0 to 1")
+        for name in ("epochs", "batch_size", "physical", "n_interval", "repetitions"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise LabError(f"{name}={value!r}: give an int from 1 up")
+        for name in ("seed", "static_seed"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise LabError(f"{name}={value!r}: give an int from 0 up")
+        for name in ("lr", "noise_multiplier", "target_epsilon", "max_grad_norm", "delta", "sigma_measure", "n_sample"):
+            value = getattr(self, name)
+            if value is not None and not 0 < _number(name, value) < math.inf:
+                raise LabError(f"{name}={value!r}: give a number above 0")
+        if self.privacy != "dp" and self.budget not in (0, 1) and self.scheduler in ("dpquant", "greedy"):
+            raise LabError(
+                f"privacy={self.privacy!r} with scheduler={self.scheduler!r}: a control that is not private makes no "
+                "private analyses. Fix: scheduler='pls' or 'static'"
+            )
+
+    def resolved(self) -> "RunConfig":
+        """The same with the recipe's values in the place of None, where it has any."""
+        from dpquant_compile.lab.recipes import get_recipe  # recipes hold defaults of this class' fields
+
+        defaults = dict(get_recipe(self.recipe).defaults)
+        if self.optimizer != "sgd":
+            defaults["lr"] = defaults.get("lr_adam", defaults["lr"])
+        if self.target_epsilon is not None and self.noise_multiplier is None:
+            defaults.pop("noise_multiplier")
+        known = {field.name for field in dataclasses.fields(self)}
+        missing = {k: v for k, v in defaults.items() if k in known and getattr(self, k) is None}
+        return dataclasses.replace(self, **missing)
+
+    @property
+    def key(self) -> str:
+        """A short stable name, which is the run's folder too: what one reads first, and a digest of all the rest."""
+        full = {name: value for name, value in self.resolved().to_json().items() if name not in _PLACE}
+        digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:8]
+        if self.budget == 0:
+            how = "full"
+        elif self.budget == 1:
+            how = f"{self.format}-all"
+        else:
+            chosen = self.scheduler if self.scheduler != "dpquant" else f"dpquant-{self.estimator}"
+            how = f"{self.format}-{self.budget:g}-{chosen}"
+        return f"{self.recipe}-{self.privacy}-{how}-s{self.seed}-{digest}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """From plain values; a name that is not a field is refused, with the fields."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(values) - set(known)):
+            raise LabError(f"{', '.join(unknown)}: no such field of a run. Fields: {', '.join(known)}")
+        if "recipe" not in values:
+            raise LabError("a run needs a recipe: see `dpquant recipes`")
+        return cls(**values)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "scheduler": MODES,
+    "estimator": tuple(SIGMA_MEASURE),
+    "optimizer": OPTIMIZERS,
+    "privacy": PRIVACY,
+    "lr_decay": DECAYS,
+    "normalise": tuple(NORMALISATIONS),
+    "quantize_outputs": get_args(Outputs),
+}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise LabError(f"{name}={value!r}: give a number")
+    return float(value)

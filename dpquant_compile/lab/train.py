@@ -1,0 +1,327 @@
+"""`train`: one run of a recipe, from a configuration to a run folder; what was interrupted goes on where it was."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import dpquant_compile
+from dpquant_compile.api import compile as compile_model
+from dpquant_compile.errors import LabError
+from dpquant_compile.lab.config import RunConfig
+from dpquant_compile.lab.data import Split
+from dpquant_compile.lab.models import seeded
+from dpquant_compile.lab.recipes import get_recipe
+from dpquant_compile.lab.results import RESULT, EpochRow, RunResult, read_run, write_run
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.policy import resolve_budget
+from dpquant_compile.private.engine import PrivacyEngine
+from dpquant_compile.private.files import write_whole
+from dpquant_compile.private.plan import plan
+from dpquant_compile.private.scheduler import Scheduler
+from dpquant_compile.private.watch import JsonlLog
+
+__all__ = ["Run", "train"]
+
+EVALUATION_BATCH = 512
+NO_BOUND = 1e6  # a clipping norm that no gradient of these models reaches, for the control without clipping
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    *,
+    progress: Callable[[EpochRow], None] | None = None,
+    threads: int | None = None,
+) -> RunResult:
+    """Run `config` in `folder`, or the rest of it if it was interrupted; a finished run is only read.
+
+    The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, result.json.
+    A folder that belongs to another configuration is refused. `progress` is told of every epoch when it is over.
+    """
+    config = config.resolved()
+    if (folder / RESULT).is_file():
+        done = read_run(folder)
+        if done.key != config.key:
+            raise LabError(f"{folder} holds another run, {done.key}: give {config.key} a folder of its own")
+        return done
+    if threads is not None:
+        torch.set_num_threads(threads)
+    run = Run(config, folder)
+    for row in run.epochs():
+        if progress is not None:
+            progress(row)
+    return run.finish()
+
+
+class Run:
+    """A run that is under way: the private objects, the clock, and the epochs so far."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
+        self.rows: list[EpochRow] = []
+        self.split = _data(config.recipe, config.data)
+        private = config.privacy == "dp"
+        noise = _noise(config, len(self.split.train_x)) if private else 0.0
+        self._claim()  # by now the data are there and a target can be kept: bad input leaves no folder behind
+        torch.manual_seed(config.seed)
+        self.model = _fresh(config)
+        self.engine = PrivacyEngine(
+            secure_mode=config.secure_mode,
+            ledger_path=folder / "ledger.json" if private else None,
+            target_epsilon=config.target_epsilon if private else None,
+            target_delta=config.delta if private and config.target_epsilon is not None else None,
+        )
+        parts: Any = self.engine.make_private(
+            module=self.model.train(),
+            optimizer=_optimizer(config, self.model),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(
+                self.split.train, batch_size=config.batch_size, generator=torch.Generator().manual_seed(config.seed)
+            ),
+            noise_multiplier=noise,
+            max_grad_norm=NO_BOUND if config.privacy == "none" else config.max_grad_norm,
+            max_physical_batch_size=config.physical,
+            noise_generator=None if config.secure_mode else torch.Generator().manual_seed(config.seed + 1),
+        )
+        self.model, self.optimizer, self.criterion, self.loader = parts
+        self.scheduler = self._scheduler()
+        self._resume()
+
+    def epochs(self) -> Iterator[EpochRow]:
+        """Train the epochs that are left."""
+        assert self.config.epochs is not None  # recipes say how many
+        while len(self.rows) < self.config.epochs:
+            number = len(self.rows)
+            begun, policy = time.perf_counter(), tuple(sorted(self.model.policy))
+            for group in self.optimizer.param_groups:
+                group["lr"] = _rate(self.config, number)
+            with self._clock("training"):
+                self._train()
+            with self._clock("evaluation"):
+                full = self._accuracy("none")
+                low = self._accuracy(policy) if policy else full
+            epsilon = self.engine.get_epsilon(self._delta) if self.config.privacy == "dp" else None
+            with self._clock("analysis"):
+                self.scheduler.step()
+            self.rows.append(EpochRow(number + 1, full, low, epsilon, time.perf_counter() - begun, policy))
+            self._save()
+            yield self.rows[-1]
+
+    def finish(self) -> RunResult:
+        """Write the result. ε is that of the whole run: no analysis follows the last epoch."""
+        last, private = self.rows[-1], self.config.privacy == "dp"
+        result = RunResult(
+            key=self.config.key,
+            config=replace(self.config, data=None),  # where the data lie is nobody's business
+            sites=tuple(self.model.sites.names),
+            delta=self._delta,
+            epochs=tuple(self.rows),
+            accuracy=last.accuracy,
+            accuracy_low=last.accuracy_low,
+            epsilon=self.engine.get_epsilon(self._delta) if private else None,
+            epsilons=self.engine.ledger.epsilons(self._delta) if private else {},
+            scores=self.scheduler.scores,
+            probabilities=self.scheduler.probabilities,
+            seconds=dict(self.seconds),
+            dropped=self.engine.session.dropped,
+            versions={"torch": torch.__version__, "dpquant_compile": dpquant_compile.__version__},
+        )
+        write_run(result, self.folder)
+        return result
+
+    @property
+    def _delta(self) -> float:
+        assert self.config.delta is not None  # recipes say which
+        return self.config.delta
+
+    def _claim(self) -> None:
+        """Make the folder this run's; refuse one that is another's."""
+        path, own = self.folder / "config.json", {**self.config.to_json(), "data": None}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            held = json.loads(path.read_text(encoding="utf-8"))
+            if held != own:
+                differing = sorted(name for name in own if own[name] != held.get(name))
+                raise LabError(
+                    f"{self.folder} holds a run with another configuration; what differs: {', '.join(differing)}. "
+                    "Fix: another folder, or the same settings as before to go on"
+                )
+            return
+        text = json.dumps(own, indent=1)
+        write_whole(path, lambda file: file.write(text.encode()))
+
+    def _scheduler(self) -> Scheduler:
+        config, names = self.config, self.model.sites.names
+        measured = ("n_sample", "sigma_measure", "clip_measure", "repetitions", "beta", "ema", "normalise", "n_interval")
+        given = {name: getattr(config, name) for name in measured if getattr(config, name) is not None}
+        return Scheduler(
+            self.engine,
+            epochs=config.epochs,
+            mode=config.scheduler,
+            estimator=config.estimator,
+            k=resolve_budget(float(config.budget), names),
+            logs=[JsonlLog(self.folder / "log.jsonl")] if config.privacy == "dp" else [],
+            delta=self._delta,
+            seed=config.seed if config.static_seed is None else config.static_seed,
+            **given,
+        )
+
+    def _train(self) -> None:
+        self.model.train()
+        programs = self.engine.session.internals.programs.private
+        for x, y in self.loader:
+            known, begun = len(programs), time.perf_counter()
+            self.optimizer.zero_grad()
+            self.criterion(self.model(x), y).backward()
+            self.optimizer.step()
+            if len(programs) > known:
+                spent = time.perf_counter() - begun
+                self.seconds["compiling"] += spent
+                self.seconds["training"] -= spent
+
+    def _accuracy(self, policy: "str | tuple[str, ...]") -> float:
+        """The share of right answers on the test data, with these sites in low precision.
+
+        Low precision is what train() runs; the models of the recipes have nothing else, as dropout, that train() changes.
+        """
+        own = tuple(self.model.policy)
+        self.model.train(policy != "none")
+        self.model.set_policy(policy)
+        right = 0
+        with torch.no_grad():
+            for x, y in zip(
+                self.split.test_x.split(EVALUATION_BATCH), self.split.test_y.split(EVALUATION_BATCH), strict=True
+            ):
+                right += int((self.model(x).argmax(1) == y).sum())
+        self.model.set_policy(own)
+        self.model.train()
+        return right / len(self.split.test_y)
+
+    @contextmanager
+    def _clock(self, what: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - begun
+
+    def _save(self) -> None:
+        rows = [asdict(row) for row in self.rows]
+        self.engine.save_checkpoint(
+            path=self.folder / "checkpoint.pt", checkpoint_dict={"rows": rows, "seconds": dict(self.seconds)}
+        )
+
+    def _resume(self) -> None:
+        """Go on from the last checkpoint; the first is made before the first batch, so that a run can always repeat."""
+        path = self.folder / "checkpoint.pt"
+        if not path.is_file():
+            self._save()
+            return
+        held = self.engine.load_checkpoint(path=path)
+        self.rows = [EpochRow(**{**row, "policy": tuple(row["policy"])}) for row in held["rows"]]
+        self.seconds = held["seconds"]
+
+
+@lru_cache(maxsize=2)
+def _data(recipe: str, folder: str | None) -> Split:
+    path = None if folder is None else Path(folder)
+    if path is not None and not path.is_dir():
+        raise LabError(f"data={folder!r} is no folder")
+    return get_recipe(recipe).data(path)
+
+
+@lru_cache(maxsize=2)
+def _compiled(recipe: str, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
+    """A recipe's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
+    chosen = get_recipe(recipe)
+    model = chosen.model(None if folder is None else Path(folder))
+    example = _data(recipe, folder).train_x[:2]
+    return compile_model(
+        model,
+        budget=0,
+        format=number_format,
+        quantize_outputs=outputs,
+        inner=chosen.inner,
+        example_inputs=(example,),
+    )
+
+
+def _fresh(config: RunConfig) -> CompiledModule:
+    """The compiled model as a run of this seed begins: new weights, and rounding bits of its own."""
+    model = _compiled(config.recipe, config.data, config.format, config.quantize_outputs)
+    folder = None if config.data is None else Path(config.data)
+    model.load_state_dict(seeded(partial(get_recipe(config.recipe).model, folder), config.seed).state_dict())
+    # Bits are drawn by step, among others; runs that begin this far apart never use the same.
+    model.step = config.seed << 24
+    return model
+
+
+def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    rate = _rate(config, 0)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=rate)
+    return (torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW)(trained, lr=rate)
+
+
+def _rate(config: RunConfig, epoch: int) -> float:
+    assert config.lr is not None and config.epochs is not None  # recipes say both
+    left = 1 - epoch / config.epochs
+    factors = {"none": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
+    return config.lr * factors[config.lr_decay or "none"]
+
+
+def _noise(config: RunConfig, size: int) -> float:
+    """The noise multiplier: as given, or the least that keeps training with its analyses within the target."""
+    if config.noise_multiplier is not None:
+        return config.noise_multiplier
+    measures = config.scheduler in ("dpquant", "greedy") and 0 < config.budget < 1
+    return _planned(
+        config.target_epsilon or math.inf,
+        config.delta or 0.0,
+        size,
+        config.batch_size or 1,
+        config.epochs or 1,
+        config.n_interval or 2,
+        config.n_sample,
+        config.physical or 1,
+        config.sigma_measure,
+        config.estimator if measures else None,
+    )
+
+
+@lru_cache
+def _planned(
+    target: float,
+    delta: float,
+    size: int,
+    batch: int,
+    epochs: int,
+    interval: int,
+    sample: float | None,
+    physical: int,
+    sigma: float | None,
+    estimator: str | None,
+) -> float:
+    return plan(
+        target_epsilon=target,
+        delta=delta,
+        dataset_size=size,
+        batch_size=batch,
+        epochs=epochs,
+        n_interval=interval,
+        n_sample=sample,
+        max_physical_batch_size=physical,
+        sigma_measure=sigma,
+        estimator=estimator,
+    ).noise_multiplier
