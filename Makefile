@@ -1,19 +1,21 @@
 # One command each; the first one run makes .venv. Needs python3 (3.11 or newer), git and a C++ compiler.
 #   make demo    train the example and write out/demo
 #   make test    all tests        make lint   ruff        make types   mypy
-#   make bench   all benchmarks   make clean  remove .venv and everything generated
+#   make bench   all benchmarks   make docs   the site of docs/ in out/site
+#   make clean   remove .venv and everything generated
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+LIGHT := .venv/.installed-examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean check-tools
+.PHONY: help demo test lint types bench docs clean check-tools
 
 help:
-	@sed -n '2,4s/^# //p' Makefile
+	@sed -n '2,5s/^# //p' Makefile
 
-demo: $(STAMP)
+demo: $(LIGHT)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
@@ -29,18 +31,26 @@ types: $(STAMP)
 bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first, alone and by the range in pyproject.toml: opacus, torchvision and transformers ask for torch
-# without an upper bound, and a newer torch brings a CUDA build with it.
-$(STAMP): pyproject.toml | check-tools
+# without an upper bound, and a newer torch brings a CUDA build with it. The demo needs less than the tests.
+$(LIGHT): pyproject.toml | check-tools
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "error: '$(PYTHON) -m venv' failed; install your system's venv package (python3-venv on Debian)." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c 'import tomllib; \
 	  deps = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
 	  print(next(d for d in deps if d.startswith("torch")))')"
+	$(BIN)/python -m pip install --quiet -e ".[examples]"
+	@touch $@
+
+$(STAMP): $(LIGHT)
 	$(BIN)/python -m pip install --quiet -e ".[examples,dev]"
 	@touch $@
 

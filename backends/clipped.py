@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,17 +53,22 @@ class Taps:
         return whole.flatten(2)
 
 
+@lru_cache(maxsize=4096)
+def _taps(shapes: Shapes, call: SiteCall) -> Taps:
+    g = call.geometry
+    kept = None if g is None else per_sample.trimmed(g, shapes.x[2:], shapes.weight[2:])
+    if g is None or kept is None:
+        return Taps(call, None)
+    padding = tuple(p - t.start * d for p, t, d in zip(g.padding, kept, g.dilation, strict=True))
+    return Taps(replace(call, geometry=replace(g, padding=padding)), kept)
+
+
 class ClippedSite(ABC):
     """Norms, weighted sums and per-sample gradients of operands whose codes are the numbers themselves."""
 
     def taps(self, shapes: Shapes, call: SiteCall) -> Taps:
         """The call as it is computed."""
-        g = call.geometry
-        kept = None if g is None else per_sample.trimmed(g, shapes.x[2:], shapes.weight[2:])
-        if g is None or kept is None:
-            return Taps(call, None)
-        padding = tuple(p - t.start * d for p, t, d in zip(g.padding, kept, g.dilation, strict=True))
-        return Taps(replace(call, geometry=replace(g, padding=padding)), kept)
+        return _taps(shapes, call)
 
     def sample_norms(
         self, x: Operand, grad: Operand, shapes: Shapes, method: str, call: SiteCall, streams: Streams

@@ -27,6 +27,16 @@ class Table:
     def taps(self) -> int:
         return self.source.shape[1]
 
+    def across(self, batch: int, tile: int) -> bool:
+        """Whether tiles of rows had better take one pixel of several samples than several pixels of one.
+
+        A tile takes the taps that any of its rows meets. One pixel meets the fewest, but samples may not fill all
+        tiles, and rows that lie apart are read more slowly: by a tenth, measured.
+        """
+        meets = self.source >= 0
+        along = meets[self.order.long()].repeat(tile, 1).unflatten(0, (self.pixels, tile)).any(1).sum()
+        return bool(1.1 * meets.sum() * -(-batch // tile) * tile < along * batch)
+
 
 @lru_cache(maxsize=1024)
 def linear_table(pixels: int) -> Table:

@@ -52,15 +52,15 @@ class Packing:
     size: int
 
     def fill(self, blob: Tensor, codes: Tensor, format: Codes) -> None:
-        """Put the codes of a weight, int8 [N, C, *kernel], into the panels."""
+        """Put the codes of a weight, int8 by tap [taps, N, C], into the panels."""
         n, c = self.shape[:2]
-        taps = math.prod(self.shape[2:])
-        by_group = n // self.backward.groups * c * taps
-        first, strides = codes, (by_group, c * taps, taps, 1)
+        by_group = n // self.backward.groups * c
+        first, strides = codes, (by_group, c, 1, n * c)
         if self.unfolds:
-            first, strides = codes.view(n, c, taps).transpose(1, 2).contiguous(), (0, c * taps, 1, 1)
+            taps = math.prod(self.shape[2:])
+            first, strides = codes.view(taps, n, c).transpose(0, 1).contiguous(), (0, c * taps, 1, 1)
         self._pack(blob, first, self.forward, strides, format)
-        self._pack(blob, codes, self.backward, (by_group, taps, c * taps, 1), format)
+        self._pack(blob, codes, self.backward, (by_group, 1, c, n * c), format)
 
     def _pack(self, blob: Tensor, codes: Tensor, to: Panels, strides: tuple[int, ...], format: Codes) -> None:
         start = blob.data_ptr()

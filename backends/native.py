@@ -6,10 +6,12 @@ cache folder under a name made of its sources, the compiler and the instructions
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import subprocess
 import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-__all__ = ["Library", "load", "unavailable"]
+__all__ = ["Library", "Numbers", "load", "numbers", "scratch", "unavailable"]
 
 _SOURCES = Path(__file__).parent / "cpp"
 # No contraction of a·b + c: every path must round as the reference does.
@@ -40,6 +42,7 @@ class Library:
 
     name     which instructions the products use, "scalar" for none
     columns  how many columns a panel holds
+    rows     how many rows are multiplied with it at once
     slack    bytes that must lie behind an array of codes, since rows are read in whole words
     """
 
@@ -48,22 +51,50 @@ class Library:
         self._functions.dpq_name.restype = ctypes.c_char_p
         self.name: str = self._functions.dpq_name().decode()
         self.columns: int = self._functions.dpq_columns()
+        self.rows: int = self._functions.dpq_rows()
         self.slack: int = self._functions.dpq_slack()
 
-    def __call__(self, function: str, *arguments: Tensor | int | tuple[int, ...] | None) -> None:
+    def __call__(self, function: str, *arguments: "Tensor | int | Numbers | tuple[int, ...] | None") -> None:
         """Call a function with its arguments in order; the number of threads, which all take last, is torch's own."""
         given = [_address(value) for value in arguments]
         getattr(self._functions, f"dpq_{function}")(*given, ctypes.c_int(torch.get_num_threads()))
 
 
-def _address(value: Tensor | int | tuple[int, ...] | None) -> Any:
-    """Tensors and tuples by address, numbers as int64 (an address may be given as one)."""
+Numbers = ctypes.Array[ctypes.c_int64]
+
+
+def numbers(*values: int) -> Numbers:
+    """An array of int64 for calls that are made again and again: a tuple is converted each time."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _address(value: "Tensor | int | Numbers | tuple[int, ...] | None") -> Any:
+    """Tensors and arrays by address, numbers as int64 (an address may be given as one)."""
     if isinstance(value, Tensor):
         assert value.is_contiguous()
         return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, ctypes.Array):
+        return value
     if isinstance(value, tuple):
-        return (ctypes.c_int64 * len(value))(*value)
+        return numbers(*value)
     return ctypes.c_int64(value or 0)
+
+
+def scratch(name: str, *shape: int) -> Tensor:
+    """Room for float32 numbers on their way: fresh memory costs more to take from the system than to write.
+
+    The next call with this name gets the same room, so nothing that leaves a kernel may lie here. Each thread has its
+    own.
+    """
+    size, held = math.prod(shape), _SCRATCH.__dict__
+    if name not in held or held[name].numel() < size:
+        with torch.inference_mode(False):  # its tensors could not be written to elsewhere
+            held[name] = torch.empty(size, device="cpu")
+    room: Tensor = held[name][:size]
+    return room.view(shape)
+
+
+_SCRATCH = threading.local()
 
 
 def unavailable() -> str | None:

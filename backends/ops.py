@@ -9,6 +9,7 @@ activations of less precision, and it takes them.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -91,7 +92,8 @@ def _arithmetic(policy: Tensor, call: SiteCall, device: torch.device) -> Arithme
 
 def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:
     """`samples` holds ids for batches up to its length; this batch takes as many as it has samples."""
-    return Streams(keys, samples[: x.shape[axis.dim] // (axis.outer * axis.inner)])
+    count = x.shape[axis.dim] // (axis.outer * axis.inner)
+    return Streams(keys, samples if samples.shape[0] == count else samples[:count])
 
 
 def _forward(
@@ -142,9 +144,11 @@ def _grad_params(
     return dw.contiguous(), bias_grad(grad, call) if mask[1] else empty
 
 
-def plain_dtypes(x: Tensor) -> torch.autocast:
+def plain_dtypes(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off: what is computed here is what was said about the result's dtype."""
-    return torch.autocast(x.device.type, enabled=False)
+    # Mostly it is off already, and the context takes longer than some of the operators it is for.
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def bias_grad(grad: Tensor, call: SiteCall) -> Tensor:

@@ -69,12 +69,27 @@ def empty_packed(weight: Tensor, call: SiteCall) -> Tensor:
     return choose_kernel(call, weight.device).kernel.arithmetic.empty_packed(weight.detach(), call)
 
 
+class _Static:
+    """What is fixed about a call of an operator, worked out once: there are a hundred calls in a step."""
+
+    def __init__(self, spec: SiteCall, device: torch.device) -> None:
+        self.spec, self.layout = spec, channels_last(spec.op)
+        self.kernel = choose_kernel(spec, device).kernel.arithmetic
+        self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], Shapes] = {}
+
+    def shapes(self, x: tuple[int, ...], weight: tuple[int, ...]) -> Shapes:
+        found = self._shapes.get((x, weight))
+        if found is None:
+            axis, y = self.spec.axis, output_shape(x, weight, self.spec.geometry)
+            found = self._shapes[x, weight] = Shapes(x, weight, y, x[axis.dim] // (axis.outer * axis.inner))
+        return found
+
+
 @lru_cache(maxsize=4096)
 def _decoded(
     op: str, site: int, call: int, geometry: tuple[int, ...], axes: tuple[int, ...], recipe: str, device: torch.device
-) -> tuple[SiteCall, Arithmetic]:
-    spec = site_call(op, site, call, recipe, axes, geometry)
-    return spec, choose_kernel(spec, device).kernel.arithmetic
+) -> _Static:
+    return _Static(site_call(op, site, call, recipe, axes, geometry), device)
 
 
 class _Call:
@@ -83,18 +98,15 @@ class _Call:
     def __init__(self, table: Sequence[Tensor], static: Sequence[Any], device: torch.device) -> None:
         policy, self.keys, self.samples = table
         op, site, call, geometry, axes, recipe = static
-        self.spec, kernel = _decoded(op, site, call, tuple(geometry), tuple(axes), recipe, device)
-        self.kernel = kernel
-        self.low: Arithmetic | None = kernel if site >= 0 and policy[site].item() else None
-        self.layout = channels_last(op)
+        self._static = _decoded(op, site, call, tuple(geometry), tuple(axes), recipe, device)
+        self.spec, self.kernel, self.layout = self._static.spec, self._static.kernel, self._static.layout
+        self.low: Arithmetic | None = self.kernel if site >= 0 and policy[site].item() else None
 
     def streams(self, x: Tensor) -> Streams:
         return streams_of(self.keys, self.samples, x, self.spec.axis)
 
     def shapes(self, x: Sequence[int], weight: Tensor) -> Shapes:
-        axis = self.spec.axis
-        y = output_shape(tuple(x), tuple(weight.shape), self.spec.geometry)
-        return Shapes(tuple(x), tuple(weight.shape), y, x[axis.dim] // (axis.outer * axis.inner))
+        return self._static.shapes(tuple(x), tuple(weight.shape))
 
     def operand(self, value: Tensor, codes: Tensor | None, unit: Tensor | None) -> Operand:
         if self.low is None:

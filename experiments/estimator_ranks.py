@@ -5,8 +5,8 @@
 
 Trains privately with uniform draws of sites. After some epochs it stops and asks each estimator, several times, which
 sites bear low precision badly. The oracle is the mean difference of losses over all training samples and several
-roundings, unclipped and without noise. It is not private: this is an experiment on public data. The figure is Spearman's
-rank correlation with the oracle; ε is that of one measurement alone.
+roundings, unclipped and without noise. It is not private: this is an experiment on public data. The figure is
+Spearman's rank correlation with the oracle; ε is that of one measurement alone.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from dpquant_compile.private.probe import draw_batch, unpack_pair
 
 @dataclass(frozen=True)
 class Contestant:
-    """An estimator with its settings; `samples` is the expected size of its probe batch, `private` whether it is noised."""
+    """An estimator with its settings; `samples` is the expected size of its probe batch."""
 
     name: str
     estimator: Any

@@ -3,8 +3,8 @@
     python experiments/gradient_norms.py --recipe cnn-digits --out experiments/results/gradient_norms_digits.json
 
 Trains in full precision with and without noise and clipping, and for several batch sizes. After each epoch the gradient
-of the plain loss is taken on a few batches of training data, without clipping or noise, in float32. Per weight of a conv
-or linear layer: its norm, and its range, the largest element over the median one in powers of two, which is what a
+of the plain loss is taken on a few batches of training data, without clipping or noise, in float32. Per weight of a
+conv or linear layer: its norm, and its range, the largest element over the median one in powers of two, which is what a
 format with few exponents must span. Not private: this is an experiment on public data.
 """
 
@@ -62,7 +62,13 @@ def main() -> None:
         ranges: list[float] = []
         for seed in args.seeds:
             config = RunConfig(
-                args.recipe, seed=seed, budget=0.0, privacy=privacy, batch_size=batch, data=args.data, epochs=args.epochs
+                args.recipe,
+                seed=seed,
+                budget=0.0,
+                privacy=privacy,
+                batch_size=batch,
+                data=args.data,
+                epochs=args.epochs,
             ).resolved()
             plain = get_recipe(args.recipe).model(None if args.data is None else Path(args.data))
             with tempfile.TemporaryDirectory() as folder:

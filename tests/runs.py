@@ -39,7 +39,6 @@ def make_run(accuracy: float = 0.8, low: float | None = None, epochs: int = 4, *
         scores={site: 0.1 * i - 0.05 if measured else 0.0 for i, site in enumerate(SITES)},
         probabilities={site: (4 - i) / 10 if measured else 0.25 for i, site in enumerate(SITES)},
         seconds={"training": 6.0, "analysis": 1.0 if measured else 0.0, "evaluation": 0.5, "compiling": 3.0},
-        dropped=0,
         versions={"torch": "2.13.0", "dpquant_compile": "0.1.0"},
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import dpquant_compile as dpq
 from dpquant_compile.backends import cpu_int8, native
 from dpquant_compile.backends.conv_tables import backward_table, forward_table
+from dpquant_compile.backends.int8_plans import FORMATS, plan_of, sizes_of, table_of
 from dpquant_compile.backends.ops import axis_list, site_call
 from dpquant_compile.backends.per_sample import as_weight
 from dpquant_compile.backends.reference import key_of
@@ -25,7 +26,7 @@ from dpquant_compile.spec import CompileSpec
 
 KERNEL: Any = cpu_int8.CPU_INT8.arithmetic
 KEYS = site_keys(3, 1, ("site",))
-FORMATS = ("luq_fp4", "uniform4")
+NAMES = ("luq_fp4", "uniform4")
 CONVS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -137,13 +138,11 @@ def check(case: Case) -> None:
     unit = (ux * ug).reshape(-1, *[1] * (grads.dim() - 1))
     kept = as_weight(KERNEL.sample_grads(x, grad, shapes, call, case.streams), shapes.weight)
     assert torch.equal(kept, grads.float() * unit)
-    squares, sizes = grads.flatten(1).square().sum(1), cpu_int8._sizes(shapes, call)
-    source = cpu_int8._forward_table(shapes, call, sizes).source
+    squares, sizes = grads.flatten(1).square().sum(1), sizes_of(shapes, call)
+    source = table_of(shapes, call, sizes).source
     for way in ("gram", "direct"):
         found = torch.empty(shapes.batch, dtype=torch.float64)
-        native.load()(
-            f"norms_{way}", sizes.problem(cpu_int8._FORMATS[call.recipe.format]), x.codes, grad.codes, source, found
-        )
+        native.load()(f"norms_{way}", sizes.problem(FORMATS[call.recipe.format]), x.codes, grad.codes, source, found)
         assert torch.equal(found, squares), way
     norms = KERNEL.sample_norms(x, grad, shapes, "gram", call, case.streams)
     true = squares * (ux.double() * ug.double()).square()
@@ -170,7 +169,7 @@ def convs(draw: st.DrawFn) -> Case:
         groups * draw(st.sampled_from([1, 2, 3, 5, 16, 17, 33])),
         groups * draw(st.sampled_from([1, 3, 7, 16, 19])),
     )
-    fmt, batch = draw(st.sampled_from(FORMATS)), draw(st.integers(1, 4))
+    fmt, batch = draw(st.sampled_from(NAMES)), draw(st.integers(1, 4))
     return conv_case(
         fmt, batch, channels, features, size, kernel, stride, padding, dilation, groups, draw(st.integers(0, 999)),
         draw(st.booleans()),
@@ -185,7 +184,7 @@ def test_any_convolution_is_exact(case: Case) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(NAMES),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.sampled_from([1, 3, 4, 17, 64]),
     st.sampled_from([1, 10, 16, 33]),
@@ -203,7 +202,30 @@ def test_any_linear_is_exact(fmt: str, lead: list[int], width: int, features: in
     check(linear_case(fmt, shape, axis, features, seed))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("batch", [6, 8])
+def test_tiles_across_samples_are_exact(batch: int) -> None:
+    """On small maps a tile takes one pixel of several samples; the last tile may not be full."""
+    case = conv_case("luq_fp4", batch, 20, 18, (2, 3), (3, 3), (1, 1), (1, 1), (1, 1), 1, 3, True)
+    plan, rows = plan_of(case.shapes, case.call), native.load().rows
+    for product in (plan.forward, plan.backward):
+        assert product.table.across(batch, rows) and not product.table.across(1, rows)
+    check(case)
+
+
+@pytest.mark.parametrize("channels", [3, 40, 600])
+def test_layouts_are_rounded_alike(channels: int) -> None:
+    """Codes do not depend on how a tensor lies in memory: by channel, by pixel, in part of another."""
+    plain = conv_case("luq_fp4", 6, channels, 4, (5, 4), (1, 1), (1, 1), (0, 0), (1, 1), 1, 2)
+    wider = torch.empty(6, channels + 3, 5, 4).contiguous(memory_format=torch.channels_last)
+    by_column = torch.empty(6, channels, 4, 5).transpose(2, 3)
+    expected = KERNEL.operand(plain.x, "input", plain.call, plain.streams)
+    for x in (plain.x.contiguous(memory_format=torch.channels_last), wider[:, 1:-2], by_column):
+        found = KERNEL.operand(x.copy_(plain.x), "input", plain.call, plain.streams)
+        assert torch.equal(found.unit, expected.unit)
+        assert torch.equal(found.codes[: x.numel()], expected.codes[: x.numel()])
+
+
+@pytest.mark.parametrize("fmt", NAMES)
 def test_the_extremes_do_not_overflow(fmt: str) -> None:
     """All codes at their largest, alike and opposed: no 16-bit sum may wrap, at any depth."""
     for sign in (1.0, -1.0):

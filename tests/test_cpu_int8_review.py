@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import dpquant_compile as dpq
 from dpquant_compile.backends import cpu_int8, native
+from dpquant_compile.backends.int8_plans import FORMATS, Sizes, sizes_of, table_of
 from dpquant_compile.backends.ops import axis_list, site_call
 from dpquant_compile.backends.registry import Operand, Shapes, Streams
 from dpquant_compile.bits import site_keys
@@ -34,8 +35,8 @@ def test_norms_of_terms_that_cancel_are_exact(places: int) -> None:
     x[:, 3, 5], x[:, 7, 9], grad[:, 11, 1] = 1, 2, 32
     exact = grad[0].double().t() @ x[0].double()
     shapes = Shapes((1, places, width), (width, width), (1, places, width), 1)
-    sizes = cpu_int8._sizes(shapes, CALL)
-    problem, source = sizes.problem(cpu_int8._FORMATS["luq_fp4"]), cpu_int8._forward_table(shapes, CALL, sizes).source
+    sizes = sizes_of(shapes, CALL)
+    problem, source = sizes.problem(FORMATS["luq_fp4"]), table_of(shapes, CALL, sizes).source
     found = torch.empty(1, dtype=torch.float64)
     for way in ("gram", "direct"):
         codes = [torch.cat([(v + 64).to(torch.uint8).flatten(), torch.zeros(64, dtype=torch.uint8)]) for v in (x, grad)]
@@ -44,9 +45,9 @@ def test_norms_of_terms_that_cancel_are_exact(places: int) -> None:
 
 
 def test_gram_is_not_taken_where_its_sums_could_overflow() -> None:
-    small = cpu_int8._Sizes(8, 64, 128, 64, 128, 1, 9)
+    small = Sizes(8, 64, 128, 64, 128, 1, 9)
     assert cpu_int8.norm_method(small) == "gram"
-    large = cpu_int8._Sizes(8, 1 << 12, 1 << 15, 1 << 12, 1 << 15, 1, 1)
+    large = Sizes(8, 1 << 12, 1 << 15, 1 << 12, 1 << 15, 1, 1)
     assert large.features * large.channels * (4096 * large.pixels) ** 2 >= 2**63
     assert cpu_int8.norm_method(large) == "direct"
 

@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +63,7 @@ def test_the_recipes_that_were_promised_are_there() -> None:
 def test_a_name_is_taken_once_and_an_unknown_one_lists_the_others() -> None:
     with pytest.raises(LabError, match="already"):
         register_recipe(get_recipe("cnn-digits"))
-    with pytest.raises(LabError, match="no recipe 'cnn-digit'. Recipes: .*cnn-digits"):
+    with pytest.raises(LabError, match=r"no recipe 'cnn-digit'\. Recipes: .*cnn-digits"):
         get_recipe("cnn-digit")
 
 
@@ -220,7 +224,13 @@ def test_equal_epsilon_counts_the_analyses(tiny: str, tmp_path: Path) -> None:
     assert result.epsilon is not None and pls.epsilon is not None
     assert 11.5 < result.epsilon <= 12 and 11.5 < pls.epsilon <= 12
     planned = plan(
-        target_epsilon=12.0, delta=1e-3, dataset_size=120, batch_size=40, epochs=4, n_sample=2, max_physical_batch_size=24
+        target_epsilon=12.0,
+        delta=1e-3,
+        dataset_size=120,
+        batch_size=40,
+        epochs=4,
+        n_sample=2,
+        max_physical_batch_size=24,
     )
     assert result.epsilon == pytest.approx(planned.epsilon, rel=1e-6)
     assert "analysis" not in pls.epsilons
@@ -272,7 +282,9 @@ def test_a_grid_is_a_product_of_its_lists() -> None:
     }
     configs = expand(grid)
     assert sorted((c.budget, c.seed) for c in configs) == [(0.5, 0), (0.5, 1), (0.5, 2), (0.75, 0), (0.75, 1)]
-    zipped = expand({"base": {"recipe": "cnn-digits"}, "grids": [{"zip": ["lr", "seed"], "lr": [1.0, 2.0], "seed": [3, 4]}]})
+    zipped = expand(
+        {"base": {"recipe": "cnn-digits"}, "grids": [{"zip": ["lr", "seed"], "lr": [1.0, 2.0], "seed": [3, 4]}]}
+    )
     assert [(c.lr, c.seed) for c in zipped] == [(1.0, 3), (2.0, 4)]
 
 
@@ -309,6 +321,39 @@ def test_a_sweep_skips_what_is_done_and_survives_a_run_that_fails(tmp_path: Path
     assert sweep(good, tmp_path / "out", on_done=lambda event: again.append(event.status)) == results
     assert again == ["skipped", "skipped"]
     assert find_runs([tmp_path / "out"]) == sorted(results, key=lambda r: r.key)
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_sweep_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    """Else a second sweep would train in the same folders as the orphans of the first."""
+    code = (
+        "import sys; from pathlib import Path; from dpquant_compile.lab import RunConfig, sweep\n"
+        "if __name__ == '__main__': sweep([RunConfig('cnn-digits', epochs=500)], Path(sys.argv[1]))"
+    )
+    (tmp_path / "go.py").write_text(code)
+    process = subprocess.Popen([sys.executable, tmp_path / "go.py", tmp_path / "out"])
+    try:
+        until(lambda: any((tmp_path / "out").glob("*/checkpoint.pt")), 120)
+        children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        assert children
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not any(alive(pid) for pid in children), 60)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.2)
 
 
 def test_a_folder_without_runs_is_told(tmp_path: Path) -> None:

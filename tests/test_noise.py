@@ -340,6 +340,17 @@ def test_normal_like_has_the_shapes_and_wide_enough_dtypes() -> None:
     assert torch.equal(torch.cat([x.reshape(-1).float() for x in result]), flat)
 
 
+def test_memory_is_drawn_into_again_only_when_nobody_holds_any_of_it() -> None:
+    stream = GaussianStream.seeded(9)
+    first = stream.fill(64)
+    address, part, values = first.data_ptr(), first[3:5], first[3:5].clone()
+    del first
+    second = stream.fill(64)
+    assert second.data_ptr() != address and torch.equal(part, values)
+    del second
+    assert len({stream.fill(64).data_ptr() for _ in range(2)}) == 1
+
+
 def test_nothing_to_draw_draws_nothing() -> None:
     stream = GaussianStream.seeded(9)
     assert stream.normal_like([], 1.0) == []

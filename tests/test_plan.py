@@ -1,5 +1,6 @@
 """`plan`: the least noise that keeps training and analyses within a budget."""
 
+import dataclasses
 import math
 import time
 import warnings
@@ -44,6 +45,12 @@ def test_table_can_be_read(papers):
     assert lines[1].split() == ["training", "2940", "0.020408", "1.000", "7.1182"]
     assert lines[2].split()[:4] == ["analysis", "29", "0.002558", "0.500"]
     assert lines[3].split() == ["together", "7.1677"]
+
+
+def test_noise_in_the_place_of_a_target_has_the_same_cost(papers):
+    priced = plan(noise_multiplier=1.0, estimator="paper", **CIFAR10)
+    assert priced == dataclasses.replace(papers, target_epsilon=None)
+    assert str(priced).splitlines()[:-1] == str(papers).splitlines()[:-1] and "target" not in str(priced)
 
 
 def test_training_alone():
@@ -131,6 +138,9 @@ def test_targets_that_no_noise_reaches(target):
         ({"target_epsilon": math.inf}, "target_epsilon must.*inf"),
         ({"target_epsilon": "low"}, "target_epsilon must.*'low'"),
         ({"target_epsilon": math.nan}, "target_epsilon must.*nan"),
+        ({"target_epsilon": None}, "either target_epsilon.*or noise_multiplier"),
+        ({"noise_multiplier": 1.0}, "either target_epsilon.*or noise_multiplier"),
+        ({"target_epsilon": None, "noise_multiplier": -1.0}, "at least 0, not -1.0"),
     ],
 )
 def test_arguments_out_of_their_domain(args, message):

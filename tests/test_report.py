@@ -234,11 +234,6 @@ def test_page_of_many_runs_holds_the_tables(tmp_path: Path) -> None:
     assert not re.search(r"""(src|href)=(?!["'](data:|#))""", page)
 
 
-def test_page_says_nothing_of_dropped_samples(tmp_path: Path) -> None:
-    runs = [changed(make_run(seed=seed), dropped=987654) for seed in (0, 1)]
-    assert "987654" not in write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
-
-
 def test_hostile_names_are_text(tmp_path: Path) -> None:
     evil = """</script><script>alert('x')</script>{{css}}&"'"""
     runs = []

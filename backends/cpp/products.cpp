@@ -8,7 +8,7 @@
 
 #include <vector>
 
-#include "tile.h"
+#include "layout.h"
 
 using namespace dpq;
 
@@ -18,12 +18,35 @@ constexpr int TILES = 96 / MR;  // tiles of rows that share a panel while it is 
 
 inline int64_t steps_of(int64_t k) { return (k + 3) / 4; }
 
-// The rows of a block of tiles: for each tile the taps that meet its pixels, and where.
+// The sizes of a product, and where the parts of its packed weight lie.
+struct Product {
+  int64_t batch, in_pixels, channels, pixels, taps, groups, columns, terms, zero, panels, offsets, depth, across;
+  explicit Product(const int64_t* given) { std::memcpy(this, given, sizeof(Product)); }
+};
+
+// In which order output pixels come as rows: the pixels of one sample after another, in an order given, or one pixel of
+// MR samples side by side, which leaves rows empty where the samples do not fill a tile. A tile takes the taps that any
+// of its rows meets, so rows had better meet the same ones.
+struct Order {
+  const Product& s;
+  const int32_t* order;
+  int64_t rows;
+
+  Order(const Product& s, const int32_t* order)
+      : s(s), order(order), rows(s.across ? (s.batch + MR - 1) / MR * MR * s.pixels : s.batch * s.pixels) {}
+
+  int64_t sample(int64_t row) const { return s.across ? row / (MR * s.pixels) * MR + row % MR : row / s.pixels; }
+  int64_t pixel(int64_t row) const { return s.across ? row % (MR * s.pixels) / MR : order[row % s.pixels]; }
+};
+
+// The rows of a block of tiles: for each tile the taps that meet its pixels, and where; and where its results go.
 struct Rows {
   int64_t taps;
   std::vector<const uint8_t*> pointers;  // [TILES][taps][MR]
   std::vector<int32_t> live;             // [TILES][taps]
   int64_t count[TILES];
+  float* out[TILES][MR];  // null for a row that is not there
+  float scale[TILES][MR];
 
   explicit Rows(int64_t taps) : taps(taps), pointers(TILES * taps * MR), live(TILES * taps) {}
 
@@ -58,7 +81,7 @@ void long_sums(const Parts& parts, int depth, int zero, const uint8_t* padding, 
       const int8_t* panel = parts.panels[j] + k * STEP;
       const int64_t steps = std::min(parts.steps - k, LONGEST / 4);
       int32_t own[NR];
-      zero_product(panel, steps, zero, depth, own);
+      zero_product(panel, steps, zero, own);
       for (int n = 0; n < NR; n++) offset[n] += own[n];
       multiply(tile, {rows, &panel, 1, steps}, depth);
       for (int r = 0; r < MR; r++)
@@ -68,13 +91,45 @@ void long_sums(const Parts& parts, int depth, int zero, const uint8_t* padding, 
     for (int n = 0; n < NR; n++) sums[r][n] = float(wide[r][n] - offset[n]);
 }
 
+// One panel: term k of column n is w[n * by_column + k * by_term], zeros past the terms, anything past `width`.
+void fill(const int8_t* w, int width, int64_t by_column, int64_t terms, int64_t by_term, int8_t* panel) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(w);
+  const int64_t steps = steps_of(terms);
+  if (by_term == 1) {
+    const uint8_t* rows[NR];
+    for (int n = 0; n < NR; n++) rows[n] = bytes + (n < width ? n : 0) * by_column;
+    return panel_of_rows(rows, terms, 0, panel);
+  }
+  int64_t k = 0;
+  for (; width == NR && by_column == 1 && k < terms / 4; k++) {
+    const uint8_t* rows[4];
+    for (int i = 0; i < 4; i++) rows[i] = bytes + (4 * k + i) * by_term;
+    interleave(rows, NR, reinterpret_cast<uint8_t*>(panel + k * STEP));
+  }
+  std::memset(panel + k * STEP, 0, (steps - k) * STEP);
+  for (; k < steps; k++)
+    for (int n = 0; n < width; n++)
+      for (int64_t i = 4 * k; i < std::min(4 * k + 4, terms); i++)
+        panel[k * STEP + 4 * n + i % 4] = w[n * by_column + i * by_term];
+}
+
 }  // namespace
 
 extern "C" {
 
 const char* dpq_name() { return NAME; }
 int dpq_columns() { return NR; }
+int dpq_rows() { return MR; }
 int dpq_slack() { return SLACK_BYTES; }
+
+// out[t][i] = codes[i][t] - zero: a weight [count][taps] by tap. Requires: SLACK_BYTES behind `codes`.
+void dpq_by_tap(const uint8_t* codes, int64_t count, int64_t taps, int64_t zero, int8_t* out, int threads) {
+  constexpr int64_t PIECE = 1 << 12;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t start = 0; start < count; start += PIECE)
+    taps_first(codes + start * taps, std::min(PIECE, count - start), taps, uint8_t(zero),
+               reinterpret_cast<uint8_t*>(out + start), count);
+}
 
 // Panels of a weight: column n, term k of tap t and group g is w[g*by_group + n*by_column + k*by_term + t*by_tap].
 //   panels [groups][blocks][taps][steps(terms)][NR][4], offsets [groups][blocks][taps][NR], depth [groups][blocks]
@@ -88,29 +143,11 @@ void dpq_pack(const int8_t* w, int64_t groups, int64_t columns, int64_t terms, i
     const int64_t g = gb / blocks, first = gb % blocks * NR;
     const int width = int(std::min<int64_t>(NR, columns - first));
     int least = DEEP;
-    int8_t* first_panel = panels + gb * taps * steps * STEP;
-    if (width < NR) std::memset(first_panel, 0, taps * steps * STEP);
-    const int8_t* corner = w + g * by_group + first * by_column;
-    // Four terms at a time; the inner of the two loops runs along the memory.
-    const bool along_terms = by_term < by_column;
-    const int64_t outer = along_terms ? width : steps, inner = along_terms ? steps : width;
-    for (int64_t i = 0; i < outer; i++)
-      for (int64_t j = 0; j < inner; j++) {
-        const int64_t n = along_terms ? i : j, k = 4 * (along_terms ? j : i);
-        const int8_t* from = corner + n * by_column + k * by_term;
-        int8_t* to = first_panel + k * NR + n * 4;
-        const int many = int(std::min<int64_t>(4, terms - k));
-        for (int64_t t = 0; t < taps; t++, from += by_tap, to += steps * STEP) {
-          int8_t four[4] = {};
-          for (int m = 0; m < many; m++) four[m] = from[m * by_term];
-          std::memcpy(to, four, 4);
-        }
-      }
     for (int64_t t = 0; t < taps; t++) {
-      const int8_t* panel = first_panel + t * steps * STEP;
-      const int own = safe_depth(panel, steps, int(largest));
-      zero_product(panel, steps, int(zero), own, offsets + (gb * taps + t) * NR);
-      least = std::min(least, own);
+      int8_t* panel = panels + (gb * taps + t) * steps * STEP;
+      fill(w + g * by_group + first * by_column + t * by_tap, width, by_column, terms, by_term, panel);
+      least = std::min(least, safe_depth(panel, steps, int(largest)));
+      zero_product(panel, steps, int(zero), offsets + (gb * taps + t) * NR);
     }
     depth[gb] = uint8_t(least);
   }
@@ -137,12 +174,19 @@ void dpq_unfold(const uint8_t* a, const int32_t* source, int64_t batch, int64_t 
 // out[b][p][g*columns + n] = unit[b] · weight_unit · Σ_t Σ_k (a[b][source[p][t]][g*terms + k] - zero) w + bias[n]
 //   a        [batch][in_pixels][channels] codes plus `zero`; SLACK_BYTES of the allocation lie behind it
 //   order    the output pixels in an order in which neighbours meet the same taps
-void dpq_products(const uint8_t* a, int64_t batch, int64_t in_pixels, int64_t channels, const int32_t* source,
-                  const int32_t* order, int64_t pixels, int64_t taps, const int8_t* panels, const int32_t* offsets,
-                  const uint8_t* depth, int64_t groups, int64_t columns, int64_t terms, int64_t zero,
-                  const float* unit, const float* weight_unit, const float* bias, float* out, int threads) {
-  const int64_t blocks = (columns + NR - 1) / NR, steps = steps_of(terms), rows = batch * pixels;
-  const int64_t row_blocks = (rows + MR * TILES - 1) / (MR * TILES);
+//   packed   a weight: its unit at the start, the rest where `shape` says
+void dpq_products(const int64_t* shape, const uint8_t* a, const int32_t* source, const int32_t* order,
+                  const uint8_t* packed, const float* unit, const float* bias, float* out, int threads) {
+  const Product s(shape);
+  const int64_t batch = s.batch, in_pixels = s.in_pixels, channels = s.channels, pixels = s.pixels, taps = s.taps;
+  const int64_t groups = s.groups, columns = s.columns, terms = s.terms, zero = s.zero;
+  const float* weight_unit = reinterpret_cast<const float*>(packed);
+  const int8_t* panels = reinterpret_cast<const int8_t*>(packed + s.panels);
+  const int32_t* offsets = reinterpret_cast<const int32_t*>(packed + s.offsets);
+  const uint8_t* depth = packed + s.depth;
+  const Order rows(s, order);
+  const int64_t blocks = (columns + NR - 1) / NR, steps = steps_of(terms);
+  const int64_t row_blocks = (rows.rows + MR * TILES - 1) / (MR * TILES);
   // Few rows: let threads share the columns as well.
   const int64_t shares = row_blocks >= 4 * threads ? 1 : std::min<int64_t>(blocks, 4 * threads);
   const std::vector<uint8_t> padding(4 * steps + SLACK_BYTES, uint8_t(zero));
@@ -155,19 +199,25 @@ void dpq_products(const uint8_t* a, int64_t batch, int64_t in_pixels, int64_t ch
     for (int64_t g = 0; g < groups; g++)
       for (int64_t number = 0; number < row_blocks; number++)
         for (int64_t share = 0; share < shares; share++) {
-          const int64_t start = number * MR * TILES, tiles = std::min<int64_t>(TILES, (rows - start + MR - 1) / MR);
+          const int64_t start = number * MR * TILES;
+          const int64_t tiles = std::min<int64_t>(TILES, (rows.rows - start + MR - 1) / MR);
           for (int64_t i = 0; i < tiles; i++) {
             const uint8_t* sample[MR];
             const int32_t* from[MR];
             for (int r = 0; r < MR; r++) {
-              const int64_t row = std::min(start + i * MR + r, rows - 1);
-              from[r] = source + order[row % pixels] * taps;
-              sample[r] = a + row / pixels * in_pixels * channels + g * terms;
+              const int64_t row = std::min(start + i * MR + r, rows.rows - 1), pixel = rows.pixel(row);
+              const int64_t own = std::min(rows.sample(row), batch - 1);
+              const bool there = start + i * MR + r < rows.rows && rows.sample(row) < batch;
+              from[r] = source + pixel * taps;
+              sample[r] = a + own * in_pixels * channels + g * terms;
+              block.out[i][r] = there ? out + (own * pixels + pixel) * groups * columns + g * columns : nullptr;
+              block.scale[i][r] = unit[own] * *weight_unit;
             }
             block.fill(i, sample, from, channels, padding.data());
           }
           for (int64_t b = blocks * share / shares; b < blocks * (share + 1) / shares; b++) {
-            const int64_t gb = g * blocks + b, column = g * columns + b * NR;
+            const int64_t gb = g * blocks + b;
+            const float* own_bias = bias ? bias + g * columns + b * NR : nullptr;
             const int valid = int(std::min<int64_t>(NR, columns - b * NR));
             std::fill(all.begin(), all.end(), 0);
             for (int64_t t = 0; t < taps; t++)
@@ -192,12 +242,12 @@ void dpq_products(const uint8_t* a, int64_t batch, int64_t in_pixels, int64_t ch
               } else {
                 long_sums(parts, depth[gb], int(zero), padding.data(), sums);
               }
-              for (int r = 0; r < MR && start + i * MR + r < rows; r++) {
-                const int64_t row = start + i * MR + r, place = row / pixels * pixels + order[row % pixels];
-                const float scale = unit[row / pixels] * *weight_unit;
-                float* to = out + place * groups * columns + column;
-                if (bias)
-                  for (int n = 0; n < valid; n++) to[n] = sums[r][n] * scale + bias[column + n];
+              for (int r = 0; r < MR; r++) {
+                if (!block.out[i][r]) continue;
+                float* to = block.out[i][r] + b * NR;
+                const float scale = block.scale[i][r];
+                if (own_bias)
+                  for (int n = 0; n < valid; n++) to[n] = sums[r][n] * scale + own_bias[n];
                 else
                   for (int n = 0; n < valid; n++) to[n] = sums[r][n] * scale;
               }

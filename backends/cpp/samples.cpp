@@ -6,9 +6,11 @@
 #include <omp.h>
 
 #include <cmath>
+#include <limits>
+#include <memory>
 #include <vector>
 
-#include "tile.h"
+#include "layout.h"
 
 using namespace dpq;
 
@@ -29,24 +31,6 @@ struct Shape : Problem {
     blocks = (columns + NR - 1) / NR;
   }
 };
-
-// Four rows of `width` bytes side by side: out[4 i + j] = row j [i]
-inline void interleave(const uint8_t* const (&rows)[4], int64_t width, uint8_t* out) {
-  int64_t i = 0;
-#if defined(__SSE2__)
-  for (; i + 16 <= width; i += 16) {
-    __m128i r[4];
-    for (int j = 0; j < 4; j++) r[j] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[j] + i));
-    const __m128i a = _mm_unpacklo_epi8(r[0], r[1]), b = _mm_unpacklo_epi8(r[2], r[3]);
-    const __m128i c = _mm_unpackhi_epi8(r[0], r[1]), d = _mm_unpackhi_epi8(r[2], r[3]);
-    __m128i* at = reinterpret_cast<__m128i*>(out + 4 * i);
-    _mm_storeu_si128(at, _mm_unpacklo_epi16(a, b)), _mm_storeu_si128(at + 1, _mm_unpackhi_epi16(a, b));
-    _mm_storeu_si128(at + 2, _mm_unpacklo_epi16(c, d)), _mm_storeu_si128(at + 3, _mm_unpackhi_epi16(c, d));
-  }
-#endif
-  for (; i < width; i++)
-    for (int j = 0; j < 4; j++) out[4 * i + j] = rows[j][i];
-}
 
 // NR columns (tap, channel) of one sample's unfolded input: a panel whose contraction runs over pixels.
 void unfold(const Shape& s, const uint8_t* x, const int32_t* source, int64_t g, int64_t first, int8_t* panel) {
@@ -86,7 +70,7 @@ template <class Use>
 void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use) {
   const int depth = safe_depth(panel, s.steps, int(s.largest));
   int32_t offset[NR];
-  zero_product(panel, s.steps, int(s.zero), depth, offset);
+  zero_product(panel, s.steps, int(s.zero), offset);
   const uint8_t* at[MR];
   Tile tile;
   for (int64_t r = 0; r < s.rows; r += MR) {
@@ -99,9 +83,9 @@ void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use)
 }
 
 // One group of the output gradients, [batch][steps][features][4]: four pixels of a feature side by side.
-std::vector<uint8_t> interleaved(const Shape& s, const uint8_t* d, int64_t g, int threads) {
+std::unique_ptr<uint8_t[]> interleaved(const Shape& s, const uint8_t* d, int64_t g, int threads) {
   const int64_t size = s.steps * s.rows * 4;
-  std::vector<uint8_t> all(s.batch * size + SLACK_BYTES);
+  std::unique_ptr<uint8_t[]> all(new uint8_t[s.batch * size + SLACK_BYTES]);
   const std::vector<uint8_t> padding(s.rows, uint8_t(s.zero));
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
   for (int64_t b = 0; b < s.batch; b++)
@@ -109,7 +93,7 @@ std::vector<uint8_t> interleaved(const Shape& s, const uint8_t* d, int64_t g, in
       const uint8_t* rows[4];
       for (int i = 0; i < 4; i++)
         rows[i] = 4 * k + i < s.pixels ? d + (b * s.pixels + 4 * k + i) * s.features + g * s.rows : padding.data();
-      interleave(rows, s.rows, all.data() + b * size + k * s.rows * 4);
+      interleave(rows, s.rows, all.get() + b * size + k * s.rows * 4);
     }
   return all;
 }
@@ -122,14 +106,12 @@ void gram(const Shape& s, const uint8_t* rows, int64_t count, int64_t terms, int
   Tile tile;
   for (int64_t first = 0; first < count; first += NR) {
     const int64_t width = std::min<int64_t>(NR, count - first);
-    std::memset(panel.data(), 0, panel.size());
-    for (int64_t n = 0; n < width; n++) {
-      const uint8_t* from = rows + (first + n) * stride;
-      for (int64_t k = 0; k < terms; k++) panel[k / 4 * STEP + n * 4 + k % 4] = int8_t(from[k] - s.zero);
-    }
+    const uint8_t* at_column[NR];
+    for (int n = 0; n < NR; n++) at_column[n] = rows + (first + (n < width ? n : 0)) * stride;
+    panel_of_rows(at_column, terms, int(s.zero), panel.data());
     const int depth = safe_depth(panel.data(), steps, int(s.largest));
     int32_t offset[NR];
-    zero_product(panel.data(), steps, int(s.zero), depth, offset);
+    zero_product(panel.data(), steps, int(s.zero), offset);
     const int8_t* columns = panel.data();
     for (int64_t r = first / MR * MR; r < count; r += MR) {
       const uint8_t* at[MR];
@@ -177,11 +159,30 @@ struct Batch {
   int8_t* panel(int64_t i) { return panels.data() + i * size; }
 
   void add(const Shape& s, int64_t sample, float factor) {
-    zero_product(panel(count), s.steps, int(s.zero), int(s.steps), offsets.data() + count * NR);
+    zero_product(panel(count), s.steps, int(s.zero), offsets.data() + count * NR);
     factors[count] = factor, samples[count] = sample;
     count++;
   }
 };
+
+// What the codes of a sample's gradient stand for. In doubles: a factor times one unit may lie where float32 has few
+// digits, or none.
+std::vector<float> scales(const Shape& s, const float* factors, const float* x_unit, const float* d_unit) {
+  std::vector<float> all(s.batch);
+  for (int64_t b = 0; b < s.batch; b++) all[b] = float(double(factors[b]) * double(x_unit[b]) * double(d_unit[b]));
+  return all;
+}
+
+double squares(const uint8_t* codes, int64_t count, int zero) {
+  int64_t total = 0;
+  for (int64_t start = 0; start < count; start += 1 << 16) {  // pieces whose sums fit 32 bits
+    int32_t sum = 0;
+    for (int64_t i = start; i < std::min<int64_t>(count, start + (1 << 16)); i++)
+      sum += (int32_t(codes[i]) - zero) * (int32_t(codes[i]) - zero);
+    total += sum;
+  }
+  return double(total);
+}
 
 }  // namespace
 
@@ -193,7 +194,7 @@ void dpq_norms_direct(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
   const Shape s(shape);
   std::fill_n(norms, s.batch, 0.0);
   for (int64_t g = 0; g < s.groups; g++) {
-    const std::vector<uint8_t> rows = interleaved(s, d, g, threads);
+    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
 #pragma omp parallel num_threads(threads)
     {
       std::vector<int8_t> panel(s.steps * STEP);
@@ -202,7 +203,7 @@ void dpq_norms_direct(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
         double total = 0.0;
         for (int64_t block = 0; block < s.blocks; block++) {
           unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel.data());
-          gradient(s, rows.data() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t, int valid, const Tile& tile) {
+          gradient(s, rows.get() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t, int valid, const Tile& tile) {
             double part[NR] = {};
             for (int i = 0; i < valid; i++)
               for (int n = 0; n < NR; n++) part[n] += double(tile.sum[i][n]) * double(tile.sum[i][n]);
@@ -254,13 +255,33 @@ void dpq_norms_gram(const int64_t* shape, const uint8_t* x, const uint8_t* d, co
   }
 }
 
-// out[n][c][t] = Σ_b scale[b] G_b; samples whose scale is NaN are left out
-void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, const float* scale,
-                  float* out, int threads) {
+// The norms of gradients of codes as those of the numbers: times the squares of both units. With `slack`, first comes
+// what float32 matrix products over the batch may be off by, see backends/per_sample.py. Units whose product float32
+// cannot hold make a weight gradient that it cannot hold either: infinite, so that the sample is left out, and counted.
+void dpq_scale_norms(const int64_t* shape, const uint8_t* x, const uint8_t* d, int64_t slack, const float* x_unit,
+                     const float* d_unit, double* norms, int threads) {
   const Shape s(shape);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t b = 0; b < s.batch; b++) {
+    if (slack) {
+      const int64_t widths[2] = {s.in_pixels * s.channels, s.pixels * s.features};
+      norms[b] += double(s.taps) * 0x1p-26 * squares(x + b * widths[0], widths[0], int(s.zero)) *
+                  squares(d + b * widths[1], widths[1], int(s.zero));
+    }
+    const double unit = double(x_unit[b]) * double(d_unit[b]);
+    norms[b] = unit > double(std::numeric_limits<float>::max()) ? std::numeric_limits<double>::infinity()
+                                                                : norms[b] * (unit * unit);
+  }
+}
+
+// out[n][c][t] = Σ_b factor[b] x_unit[b] d_unit[b] G_b; samples for which that product is NaN are left out
+void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, const float* factors,
+                  const float* x_unit, const float* d_unit, float* out, int threads) {
+  const Shape s(shape);
+  const std::vector<float> scale = scales(s, factors, x_unit, d_unit);
   const int64_t size = s.steps * STEP, next = s.rows * 4 * s.steps;
   for (int64_t g = 0; g < s.groups; g++) {
-    const std::vector<uint8_t> rows = interleaved(s, d, g, threads);
+    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
 #pragma omp parallel num_threads(threads)
     {
       Batch quick(s.steps <= DEEP ? s.batch : 0, size), slow(1, size);
@@ -278,7 +299,7 @@ void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, cons
             quick.add(s, b, factor);
             continue;
           }
-          gradient(s, rows.data() + b * next, panel, [&](int64_t r, int, const Tile& tile) {
+          gradient(s, rows.get() + b * next, panel, [&](int64_t r, int, const Tile& tile) {
             float* to = total.data() + r * NR;
             for (int i = 0; i < MR; i++)
               for (int n = 0; n < NR; n++) to[i * NR + n] += factor * float(tile.sum[i][n]);
@@ -287,7 +308,7 @@ void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, cons
         for (int64_t r = 0; r < s.rows && quick.count; r += MR) {
           Weighted w{{}, next, 4 * s.rows, quick.panels.data(), quick.offsets.data(), quick.factors.data(),
                      quick.samples.data(), quick.count};
-          for (int j = 0; j < MR; j++) w.rows[j] = rows.data() + std::min(r + j, s.rows - 1) * 4;
+          for (int j = 0; j < MR; j++) w.rows[j] = rows.get() + std::min(r + j, s.rows - 1) * 4;
           float sum[MR][NR];
           std::memcpy(sum, total.data() + r * NR, sizeof sum);
           if (s.steps == 1) weigh<1>(sum, w);
@@ -305,12 +326,52 @@ void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, cons
   }
 }
 
-// out[b][n][t][c] = scale[b] G_b
+// The operands of float32 matrix products over the batch, one product for each tap that meets a pixel, in their order:
+//   left [tap][pixels it meets][batch][features] = factor[b] x_unit[b] d_unit[b] d, right [..][channels] = x
+// Samples whose scale is NaN are zeros. For maps so small that sums of codes would be widened after every product.
+void dpq_tap_rows(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, const float* factors,
+                  const float* x_unit, const float* d_unit, float* left, float* right, int threads) {
+  const Shape s(shape);
+  const std::vector<float> scale = scales(s, factors, x_unit, d_unit);
+  std::vector<int32_t> from, to;
+  for (int64_t t = 0; t < s.taps; t++)
+    for (int64_t p = 0; p < s.pixels; p++)
+      if (source[p * s.taps + t] >= 0) from.push_back(source[p * s.taps + t]), to.push_back(int32_t(p));
+  const float zero = float(s.zero);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < int64_t(to.size()) * s.batch; row++) {
+    const int64_t b = row % s.batch;
+    const float factor = scale[b] == scale[b] ? scale[b] : 0.0f;
+    const uint8_t* d_row = d + (b * s.pixels + to[row / s.batch]) * s.features;
+    const uint8_t* x_row = x + (b * s.in_pixels + from[row / s.batch]) * s.channels;
+    for (int64_t n = 0; n < s.features; n++) left[row * s.features + n] = (float(d_row[n]) - zero) * factor;
+    for (int64_t c = 0; c < s.channels; c++) right[row * s.channels + c] = float(x_row[c]) - zero;
+  }
+}
+
+// out[i][t] = grads[place[t]][i], zero where the place is -1: gradients of taps as one of the weight
+void dpq_taps_last(const float* grads, const int64_t* place, int64_t count, int64_t taps, float* out, int threads) {
+  constexpr int64_t PIECE = 512;  // whose results stay in cache until all taps are there
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t start = 0; start < count; start += PIECE) {
+    const int64_t many = std::min(PIECE, count - start);
+    for (int64_t t = 0; t < taps; t++) {
+      float* to = out + start * taps + t;
+      const float* from = grads + place[t] * count + start;
+      if (place[t] < 0)
+        for (int64_t i = 0; i < many; i++) to[i * taps] = 0.0f;
+      else
+        for (int64_t i = 0; i < many; i++) to[i * taps] = from[i];
+    }
+  }
+}
+
+// out[b][n][t][c] = x_unit[b] d_unit[b] G_b
 void dpq_sample_grads(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source,
-                      const float* scale, float* out, int threads) {
+                      const float* x_unit, const float* d_unit, float* out, int threads) {
   const Shape s(shape);
   for (int64_t g = 0; g < s.groups; g++) {
-    const std::vector<uint8_t> rows = interleaved(s, d, g, threads);
+    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
 #pragma omp parallel num_threads(threads)
     {
       std::vector<int8_t> panel(s.steps * STEP);
@@ -319,9 +380,9 @@ void dpq_sample_grads(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
         for (int64_t block = 0; block < s.blocks; block++) {
           unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel.data());
           const int64_t width = std::min<int64_t>(NR, s.columns - block * NR);
-          const float unit = scale[b];
+          const float unit = x_unit[b] * d_unit[b];
           float* first = out + (b * s.features + g * s.rows) * s.columns + block * NR;
-          gradient(s, rows.data() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t r, int valid, const Tile& tile) {
+          gradient(s, rows.get() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t r, int valid, const Tile& tile) {
             for (int i = 0; i < valid; i++)
               for (int64_t n = 0; n < width; n++)
                 first[(r + i) * s.columns + n] = unit * float(tile.sum[i][n]);

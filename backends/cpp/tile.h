@@ -247,13 +247,20 @@ inline int safe_depth(const int8_t* panel, int64_t steps, int largest) {
 }
 
 // What rows that hold nothing but the zero point make of a panel: to be taken off every row.
-inline void zero_product(const int8_t* panel, int64_t steps, int zero, int depth, int32_t* out) {
-  alignas(64) uint8_t row[4] = {uint8_t(zero), uint8_t(zero), uint8_t(zero), uint8_t(zero)};
-  const uint8_t* rows[MR];
-  std::fill_n(rows, MR, row);
-  Tile tile;
-  multiply<0>(tile, {rows, &panel, 1, steps, 0}, depth);
-  std::copy_n(tile.sum[0], NR, out);
+inline void zero_product(const int8_t* panel, int64_t steps, int zero_point, int32_t* out) {
+  const uint8_t row[4] = {uint8_t(zero_point), uint8_t(zero_point), uint8_t(zero_point), uint8_t(zero_point)};
+  const Vector u = broadcast(row);
+  Vector sums[VECTORS] = {zero(), zero()};
+  for (int64_t k = 0; k < steps; k++)
+    for (int v = 0; v < VECTORS; v++) {
+      const Vector b = load(panel + k * STEP + v * 4 * LANES);
+#if defined(DPQ_DOT)
+      sums[v] = dot(sums[v], u, b);
+#else
+      sums[v] = add(sums[v], _mm256_madd_epi16(_mm256_maddubs_epi16(u, b), _mm256_set1_epi16(1)));
+#endif
+    }
+  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, sums[v]);
 }
 
 }  // namespace dpq

@@ -31,7 +31,7 @@ class RunConfig:
 
     recipe       name of the recipe: model, data, and defaults
     budget       share of the sites in low precision; 0 is full precision throughout, 1 is all of them in every epoch
-    privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls, not private
+    privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls
     target_epsilon    of training and analyses together; None takes the noise multiplier as it is
     static_seed  which subset, for scheduler "static"; None takes the seed
     physical     max_physical_batch_size

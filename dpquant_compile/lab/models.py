@@ -56,10 +56,10 @@ class SmallNet(nn.Module):
         super().__init__()
         first, second, third = widths
         self.stem = nn.Conv2d(channels, first, 5, stride=2, padding=2)
-        self.norm = nn.GroupNorm(4, first)
+        self.norm = nn.GroupNorm(2, first)
         self.down1 = nn.Conv2d(first, second, 3, stride=2, padding=1)
-        self.block1 = Block(second, 8)
-        self.block2 = Block(second, 8)
+        self.block1 = Block(second, 4)
+        self.block2 = Block(second, 4)
         self.down2 = nn.Conv2d(second, third, 3, stride=2, padding=1)
         self.block3 = Block(third, 8)
         self.block4 = Block(third, 8)

@@ -131,10 +131,10 @@ register_recipe(
     TrainRecipe(
         "cnn-gtsrb-small",
         "a CNN of twelve sites on every third frame of GTSRB",
-        lambda folder: SmallNet(43),
+        lambda folder: SmallNet(43, widths=(8, 16, 32)),
         partial(data.gtsrb, every=3, test=4000),
         _GTSRB,
-        dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=10, physical=608),
+        dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=8, physical=608),
         small=True,
     )
 )
@@ -142,10 +142,10 @@ register_recipe(
     TrainRecipe(
         "cnn-cifar10-small",
         "a CNN of twelve sites on half of CIFAR-10",
-        lambda folder: SmallNet(10),
+        lambda folder: SmallNet(10, widths=(8, 16, 32)),
         partial(data.cifar10, train=12_500, test=4000),
         _CIFAR,
-        dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=10, physical=608),
+        dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=8, physical=608),
         small=True,
     )
 )

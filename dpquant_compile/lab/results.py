@@ -48,7 +48,6 @@ class RunResult:
     scores: Mapping[str, float]
     probabilities: Mapping[str, float]
     seconds: Mapping[str, float]
-    dropped: int
     versions: Mapping[str, str]
 
     @property

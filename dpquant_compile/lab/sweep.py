@@ -3,6 +3,8 @@
 import itertools
 import json
 import multiprocessing
+import os
+import threading
 import time
 import tomllib
 import traceback
@@ -101,9 +103,12 @@ def sweep(
             on_done(SweepEvent(config, folder, "skipped", 0.0))
         else:
             waiting.append(config)
-    waiting.sort(key=lambda c: (c.recipe, c.format, c.quantize_outputs, c.physical or 0))  # a stable sort: neighbours share
+    waiting.sort(
+        key=lambda c: (c.recipe, c.format, c.quantize_outputs, c.physical or 0)
+    )  # a stable sort: neighbours share
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=min(workers, len(waiting)) or 1, mp_context=context) as pool:
+    count = min(workers, len(waiting)) or 1
+    with ProcessPoolExecutor(count, context, initializer=_end_with_parent) as pool:
         futures: dict[Future[tuple[float, str]], RunConfig] = {
             pool.submit(_work, config, out / config.key, threads): config for config in waiting
         }
@@ -126,6 +131,18 @@ def _event(future: "Future[tuple[float, str]]", config: RunConfig, folder: Path)
     except BrokenProcessPool:
         return SweepEvent(config, folder, "failed", 0.0, "its process died, for want of memory perhaps; sweep again")
     return SweepEvent(config, folder, "failed" if message else "done", seconds, message)
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the sweep is killed, or its runs would go on beside those of the next sweep."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(config: RunConfig, folder: Path, threads: int) -> tuple[float, str]:

@@ -72,6 +72,7 @@ class Run:
         self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
         self.rows: list[EpochRow] = []
         self.split = _data(config.recipe, config.data)
+        assert config.max_grad_norm is not None  # recipes say which
         private = config.privacy == "dp"
         noise = _noise(config, len(self.split.train_x)) if private else 0.0
         self._claim()  # by now the data are there and a target can be kept: bad input leaves no folder behind
@@ -135,7 +136,6 @@ class Run:
             scores=self.scheduler.scores,
             probabilities=self.scheduler.probabilities,
             seconds=dict(self.seconds),
-            dropped=self.engine.session.dropped,
             versions={"torch": torch.__version__, "dpquant_compile": dpquant_compile.__version__},
         )
         write_run(result, self.folder)
@@ -164,7 +164,16 @@ class Run:
 
     def _scheduler(self) -> Scheduler:
         config, names = self.config, self.model.sites.names
-        measured = ("n_sample", "sigma_measure", "clip_measure", "repetitions", "beta", "ema", "normalise", "n_interval")
+        measured = (
+            "n_sample",
+            "sigma_measure",
+            "clip_measure",
+            "repetitions",
+            "beta",
+            "ema",
+            "normalise",
+            "n_interval",
+        )
         given = {name: getattr(config, name) for name in measured if getattr(config, name) is not None}
         return Scheduler(
             self.engine,
@@ -194,7 +203,7 @@ class Run:
     def _accuracy(self, policy: "str | tuple[str, ...]") -> float:
         """The share of right answers on the test data, with these sites in low precision.
 
-        Low precision is what train() runs; the models of the recipes have nothing else, as dropout, that train() changes.
+        Low precision is what train() runs; the models of the recipes have no dropout or the like, that train() changes.
         """
         own = tuple(self.model.policy)
         self.model.train(policy != "none")

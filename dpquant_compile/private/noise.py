@@ -51,6 +51,9 @@ _ZEROS = memoryview(bytes(1 << 16))
 # Older versions of cryptography ask for this much room behind the result, and write nothing there.
 _SLACK = _BLOCK - 1
 
+# References to the memory of a draw that nobody else holds: the tensor that is kept, and the storage that is asked.
+_OURS = 2
+
 # blake2b with a personalization is another hash than the plain one which dpquant_compile.bits uses, so the same seed
 # gives unrelated bits for rounding and for noise.
 _DOMAIN = b"dpquant noise v1"
@@ -113,6 +116,7 @@ class GaussianStream:
         """The stream of this seed and rank, or with no seed a secure one."""
         self._lock = threading.Lock()
         self._scratch = bytearray()
+        self._kept = torch.empty(0, device="cpu")
         self._position = 0
         self._rekey(seed, rank)
 
@@ -242,14 +246,26 @@ class GaussianStream:
         scale = torch.tensor(std, dtype=torch.float32, device="cpu")
         pairs = -(-n // (2 * _PAIRS)) * _PAIRS
         with self._lock, torch.no_grad():
-            out = torch.empty(2 * pairs, dtype=torch.float32, device="cpu")
+            out = self._room(2 * pairs)
             for done in range(0, pairs, _RUN):
                 count = min(_RUN, pairs - done)
                 keystream = self._keystream(count // _PAIRS * _WORDS)
                 words = torch.frombuffer(keystream, dtype=torch.int32, count=_WORDS * count).view(_WORDS, count)
                 first, second = out[2 * done : 2 * (done + count)].view(2, count)
                 transform(words, scale, first, second)
-        return out[:n]
+            # A view of its own, before another thread may ask for room: that is what tells that it is taken.
+            return out[:n]
+
+    def _room(self, count: int) -> Tensor:
+        """Memory for a draw: that of the last one, if it was as long and nobody holds any part of it by now.
+
+        Gradients are freed and drawn anew each step, and taking their memory from the system costs a third of a draw.
+        """
+        storage = self._kept.untyped_storage()
+        if self._kept.numel() != count or torch._C._storage_Use_Count(storage._cdata) != _OURS:
+            with torch.inference_mode(False):  # its tensors could not be written to elsewhere
+                self._kept = torch.empty(count, dtype=torch.float32, device="cpu")
+        return self._kept
 
     def _keystream(self, blocks: int) -> bytearray:
         """The next blocks of the keystream, at the start of a buffer that the next call overwrites."""

@@ -150,6 +150,9 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         if not self._is_last_step_skipped and not self._inside():
             self.session.forget()
         self.original_optimizer.zero_grad(set_to_none)
+        # Gradients that are gone need no watching; their memory is free for the next ones.
+        held = self.session.parameters
+        self._left = {name: left for name, left in self._left.items() if held[name].grad is left[0]}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """As Opacus' optimizers step."""

@@ -1,0 +1,119 @@
+"""`dpquant`: reads the command line, runs a command, and turns errors into messages and exit codes."""
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from dpquant_compile import __version__
+from dpquant_compile.cli import bench, plan, recipes, report, sites, sweep, train
+from dpquant_compile.cli.command import BAD_INPUT, FAILED, INTERRUPTED, Command, RunFailedError
+from dpquant_compile.errors import DPQuantError
+
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+COMMANDS: tuple[Command, ...] = (
+    recipes.COMMAND,
+    sites.COMMAND,
+    plan.COMMAND,
+    train.COMMAND,
+    sweep.COMMAND,
+    report.COMMAND,
+    bench.COMMAND,
+)
+
+_EPILOG = """examples:
+  dpquant sites torchvision.models:resnet18 --input 1x3x224x224
+  dpquant plan --target-epsilon 8 --delta 1e-5 --dataset-size 50000 --batch-size 1024 --epochs 60
+  dpquant train cnn-digits --budget 0.75 --out out/runs
+  dpquant report out/runs -o report.html
+
+exit codes: 0 done, 1 a run failed, 2 bad usage or input, 130 interrupted.
+A command prints its result on standard output, and progress on standard error."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `args.command` is then the `Command`."""
+    common = argparse.ArgumentParser(add_help=False)
+    everywhere = common.add_argument_group("everywhere")
+    everywhere.add_argument("--json", action="store_true", help="print the result as one JSON document")
+    everywhere.add_argument(
+        "--traceback", action="store_true", help="show where an error comes from; also by DPQUANT_DEBUG=1"
+    )
+    _add_version(everywhere)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="dpquant", description="Private training in low precision.", epilog=_EPILOG, formatter_class=form
+    )
+    _add_version(parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        examples = "\n".join(["examples:", *(f"  {line}" for line in command.examples)])
+        own = commands.add_parser(
+            command.name,
+            parents=[common],
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=examples,
+            formatter_class=form,
+            allow_abbrev=False,
+        )
+        own.set_defaults(command=command)
+        command.add_arguments(own)
+    return parser
+
+
+def _add_version(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    parser.add_argument("--version", action="version", version=f"dpquant {__version__}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default the process's own, and return its exit code.
+
+    Usage that argparse refuses, `--help` and `--version` end in SystemExit, as argparse does it.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = make_parser()
+    args = parser.parse_args(words[:cut])
+    args.rest = words[cut + 1 :]
+    if args.rest and args.command is not bench.COMMAND:
+        parser.error(f"dpquant {args.command.name} takes no arguments after --; `dpquant bench` does")
+    from dpquant_compile.cli.output import Output  # rich: not for --help
+
+    output = Output(as_json=args.json)
+    command: Command = args.command
+    with warnings.catch_warnings():
+        warnings.showwarning = _one_line
+        try:
+            code = command.run(args, output)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            output.note(f"dpquant {command.name}: interrupted")
+            return INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read the output has seen enough. Python would complain once more when it closes the stream.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except (DPQuantError, OSError) as error:  # the latter: a file that cannot be read or written
+            if args.traceback or os.environ.get("DPQUANT_DEBUG", "0") not in ("", "0"):
+                traceback.print_exception(error)
+            else:
+                output.note(f"dpquant {command.name}: error: {error}")
+            return FAILED if isinstance(error, RunFailedError) else BAD_INPUT
+    return code
+
+
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning without the source line that it comes from, which is none of the user's."""
+    print(f"warning: {message}", file=file or sys.stderr)

@@ -1,0 +1,87 @@
+"""`Output`: results on standard output, as tables or as JSON; everything else on standard error."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Output", "number", "shape", "share", "table"]
+
+# Where nobody's terminal sets the width: wide enough that no table is wrapped.
+_FILE_WIDTH = 200
+
+
+class Output:
+    """Where a command prints.
+
+    With `as_json`, standard output gets one JSON document and nothing else. NO_COLOR and output that is no terminal are
+    respected, by rich.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._shown = _console(sys.stdout)
+        self.log = _console(sys.stderr)  # progress and remarks
+
+    def result(self, document: Any, *shown: RenderableType) -> None:
+        """Print `document` as JSON, or else `shown`. Numbers that JSON does not have, such as infinity, become null."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(_plain(document), indent=2, allow_nan=False) + "\n")
+        else:
+            for part in shown:
+                self._shown.print(part)
+
+    def note(self, message: str) -> None:
+        """Say something that is not the result."""
+        self.log.print(message, soft_wrap=True)
+
+
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, right: Sequence[str] = ()
+) -> RenderableType:
+    """A table of text below its title; the columns named in `right` are set flush right."""
+    made = Table(header_style="bold", box=None, pad_edge=False)
+    for name in head:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made if title is None else Group(Text(title, style="bold"), made)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people; a dash for None."""
+    if value is None:
+        return "–"
+    return "∞" if math.isinf(value) else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage; a dash for None."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def shape(sizes: Sequence[int] | None) -> str:
+    """The sizes of a tensor; a dash where they are not known."""
+    return "–" if sizes is None else "×".join(map(str, sizes))
+
+
+def _console(file: TextIO) -> Console:
+    # No markup: names of sites and messages may hold brackets.
+    fixed = not file.isatty() and "COLUMNS" not in os.environ
+    return Console(file=file, markup=False, highlight=False, emoji=False, width=_FILE_WIDTH if fixed else None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, os.PathLike) else value

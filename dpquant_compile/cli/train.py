@@ -1,0 +1,195 @@
+"""`dpquant train`: one run of a recipe, in a folder of its own, which a second call goes on with."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpquant_compile.cli.command import DONE, Command, InputError, RunFailedError
+from dpquant_compile.errors import DPQuantError, LabError, PrivacyBudgetError, PrivacySpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dpquant_compile.cli.output import Output
+    from dpquant_compile.lab import EpochRow, RunConfig, RunResult
+
+__all__ = ["COMMAND", "OPTIONS", "Option", "add_place", "check_data", "count", "document", "run_state"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of `RunConfig` on the command line; `RunConfig` itself says what values it takes."""
+
+    field: str
+    kind: type
+    help: str
+    group: str = "the run"
+
+
+# Every field but `recipe`, which is the argument. A test compares this list with RunConfig.
+OPTIONS = (
+    Option("seed", int, "of weights, batches, noise, rounding and schedule; default: 0"),
+    Option("epochs", int, "default: the recipe's"),
+    Option("batch_size", int, "expected size of a Poisson batch; default: the recipe's"),
+    Option("physical", int, "samples that are computed at a time; default: the recipe's"),
+    Option("optimizer", str, "sgd (default), adam or adamw"),
+    Option("lr", float, "learning rate; default: the recipe's"),
+    Option("lr_decay", str, "none, linear or cosine; default: the recipe's"),
+    Option("data", str, "folder with the data; see `dpquant recipes`"),
+    Option("format", str, "luq_fp4 (default), uniform4, fp8_e5m2, fp4_e2m1 or fp4_e2m1_nv", "low precision"),
+    Option("budget", float, "share of the sites in low precision; 0 is full precision; default: 0.75", "low precision"),
+    Option("quantize_outputs", str, "none (default), flow or all", "low precision"),
+    Option("privacy", str, "dp (default); as controls that are not private, clip (no noise) or none", "privacy"),
+    Option("noise_multiplier", float, "σ of training; default: the recipe's", "privacy"),
+    Option("target_epsilon", float, "choose σ so that training and analyses together keep this ε", "privacy"),
+    Option("delta", float, "default: the recipe's", "privacy"),
+    Option("secure_mode", bool, "noise and samples from the system's entropy; such a run does not repeat", "privacy"),
+    Option("max_grad_norm", float, "what gradients are clipped to; default: the recipe's", "privacy"),
+    Option("scheduler", str, "dpquant (default), pls, static or greedy", "schedule"),
+    Option("estimator", str, "per_sample (default) or paper", "schedule"),
+    Option("static_seed", int, "which subset, for the scheduler static; default: the seed", "schedule"),
+    Option("beta", float, "how strongly low scores are preferred", "schedule"),
+    Option("ema", float, "weight of a new measurement", "schedule"),
+    Option("normalise", str, "minmax or rank", "schedule"),
+    Option("n_interval", int, "epochs between two analyses", "schedule"),
+    Option("n_sample", float, "physical batches that an analysis draws", "schedule"),
+    Option("sigma_measure", float, "noise multiplier of an analysis", "schedule"),
+    Option("clip_measure", float, "what measurements are clipped to", "schedule"),
+    Option("repetitions", int, "updates that the estimator paper averages over", "schedule"),
+)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="its name; `dpquant recipes` lists them")
+    add_place(parser)
+    parser.add_argument("--threads", type=count, metavar="N", help="of the CPU; default: torch's choice")
+    groups: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add_option(groups[option.group], option)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The option for the folder that run folders are made in."""
+    home = Path("out/runs")
+    parser.add_argument(
+        "--out", type=Path, default=home, metavar="FOLDER", help="of the run folders; default: %(default)s"
+    )
+
+
+def _add_option(group: Any, option: Option) -> None:
+    name = f"--{option.field.replace('_', '-')}"
+    if option.kind is bool:
+        group.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=option.help)
+        return
+    metavar = "FOLDER" if option.field == "data" else {int: "N", float: "X", str: "WORD"}[option.kind]
+    group.add_argument(name, type=option.kind, default=argparse.SUPPRESS, metavar=metavar, help=option.help)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 up, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def _run(args: argparse.Namespace, output: "Output") -> int:
+    from dpquant_compile import lab
+
+    given = {option.field: getattr(args, option.field) for option in OPTIONS if hasattr(args, option.field)}
+    config = lab.RunConfig.from_json({"recipe": args.recipe, **given}).resolved()
+    check_data(config)
+    folder = args.out / config.key
+    state = run_state(folder)
+    output.note(f"{config.key}: {_STATES[state]}")
+    try:
+        with _progress(config, output) as progress:
+            result = lab.train(config, folder, progress=progress, threads=args.threads)
+    except KeyboardInterrupt:
+        output.note("The run goes on after its last whole epoch when the same command is given again.")
+        raise
+    except (LabError, PrivacySpecError, PrivacyBudgetError):
+        raise  # what was asked for cannot be done
+    except (DPQuantError, OSError) as error:
+        raise RunFailedError(f"{config.key}: {error}") from error
+    _show(result, folder, output)
+    return DONE
+
+
+def check_data(config: "RunConfig") -> None:
+    """Refuse a folder for data that is not there."""
+    if config.data is not None and not Path(config.data).is_dir():
+        raise InputError(f"data={config.data!r} is no folder. Fix: --data FOLDER, see `dpquant recipes`")
+
+
+_STATES = {"done": "done before", "begun": "going on from its last checkpoint", "new": "starting"}
+
+
+def run_state(folder: Path) -> str:
+    """What is in a run folder: "done", "begun" or "new"."""
+    if (folder / "result.json").exists():
+        return "done"
+    return "begun" if (folder / "checkpoint.pt").exists() else "new"
+
+
+@contextmanager
+def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[EpochRow], None]]":
+    """Prints a line for each epoch, above a bar where standard error is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from dpquant_compile.cli.output import number, share
+
+    columns = (TextColumn("epochs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    line = "{:>6}  {:>9}  {:>9}  {:>8}  {:>8}  {}".format
+    with Progress(*columns, console=output.log, transient=True, disable=not output.log.is_terminal) as bar:
+        task = bar.add_task("epochs", total=config.epochs)
+
+        def show(row: "EpochRow") -> None:
+            if bar.tasks[0].completed == 0:
+                output.log.print(line("epoch", "accuracy", "low", "ε", "seconds", "sites in low precision"))
+            figures = share(row.accuracy), share(row.accuracy_low), number(row.epsilon), number(row.seconds, 1)
+            output.log.print(line(row.epoch, *figures, len(row.policy)))
+            bar.update(task, completed=row.epoch)
+
+        yield show
+
+
+def document(result: "RunResult", folder: Path) -> dict[str, Any]:
+    """A run's result as `--json` prints it."""
+    return {**result.to_json(), "folder": folder}
+
+
+def _show(result: "RunResult", folder: Path, output: "Output") -> None:
+    from dpquant_compile.cli.output import number, share, table
+
+    rows = [
+        ("accuracy on test data", share(result.accuracy)),
+        ("the same in low precision", share(result.accuracy_low)),
+        ("sites in low precision", f"{len(result.schedule[-1]) if result.schedule else 0} of {len(result.sites)}"),
+    ]
+    if result.epsilon is None:
+        rows.append(("privacy", "none: a control"))
+    else:
+        rows.append((f"ε at δ = {result.delta:g}", number(result.epsilon)))
+        rows += [(f"  {purpose} by itself", number(value)) for purpose, value in result.epsilons.items()]
+    rows += [(f"seconds of {stage}", number(value, 1)) for stage, value in result.seconds.items()]
+    rows.append(("folder", str(folder)))
+    output.result(document(result, folder), table(("", ""), rows, title=result.key))
+
+
+COMMAND = Command(
+    "train",
+    "train a recipe privately, or go on with a run that was stopped",
+    (
+        "dpquant train cnn-digits",
+        "dpquant train cnn-digits --budget 0.9 --scheduler static --seed 3 --out out/runs",
+        "dpquant train cnn-gtsrb-small --data data --target-epsilon 8 --optimizer adam --json",
+        "dpquant train resnet18-cifar10 --estimator paper --quantize-outputs all",
+    ),
+    _add_arguments,
+    _run,
+)

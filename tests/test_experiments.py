@@ -1,0 +1,52 @@
+"""The experiments behind docs/evidence.md: grids that expand, scripts that run, results that are there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpquant_compile.lab.sweep import expand, read_grid
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "experiments"
+GRIDS = sorted(FOLDER.glob("*.toml"))
+TINY = {
+    "estimator_ranks.py": ["--seeds", "0", "--at", "1", "--repeats", "1", "--oracle", "1"],
+    "gradient_norms.py": ["--seeds", "0", "--epochs", "1", "--batches", "256"],
+    "training_signal.py": ["--epochs", "1", "--turns", "1"],
+}
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_a_grid_expands_to_runs_with_enough_seeds(path: Path) -> None:
+    configs = expand(read_grid(path))
+    for config in configs:
+        same = {c.seed for c in configs if c.key.split("-s")[0] == config.key.split("-s")[0]}
+        assert len(same) >= 3, f"{config.key} has {len(same)} seeds"
+
+
+def test_every_script_has_a_smoke_run() -> None:
+    assert set(TINY) == {path.name for path in FOLDER.glob("*.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_scripts_run(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, FOLDER / name, "--recipe", "cnn-digits", *TINY[name], "--out", tmp_path / "out.json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    table: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    assert table["recipe"] == "cnn-digits" and table["rows"]
+    numbers = [value for row in table["rows"] for value in row.values() if isinstance(value, float)]
+    assert numbers and all(value == value for value in numbers), "a NaN is no result"
