@@ -2,7 +2,7 @@
 #   make demo    train the example and write out/demo
 #   make test    all tests        make lint   ruff        make types   mypy
 #   make bench   all benchmarks   make docs   the site of docs/ in out/site
-#   make clean   remove .venv and everything generated
+#   make evidence   the experiments behind docs/evidence.md (hours; DATA=folder)   make clean   remove all that was made
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,7 @@ STAMP := .venv/.installed
 LIGHT := .venv/.installed-examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench docs clean check-tools
+.PHONY: help demo test lint types bench docs evidence clean check-tools
 
 help:
 	@sed -n '2,5s/^# //p' Makefile
@@ -32,8 +32,19 @@ bench: $(STAMP)
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained.
+RUNS := out/evidence
+SWEEPS := degradation schedules_digits variations $(if $(DATA),schedules_gtsrb)
+evidence: $(STAMP)
+	@set -e; for name in $(SWEEPS); do \
+	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \
+	  $(BIN)/dpquant report $(RUNS)/$$name -o $(RUNS)/$$name.html --csv $(RUNS)/$$name.csv --markdown $(RUNS)/$$name.md; \
+	done
+	@set -e; for name in estimator_ranks gradient_norms training_signal; do \
+	  $(BIN)/python experiments/$$name.py --recipe cnn-digits --out $(RUNS)/$${name}_digits.json; \
+	done
 
 clean:
 	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -51,7 +62,7 @@ $(LIGHT): pyproject.toml | check-tools
 	@touch $@
 
 $(STAMP): $(LIGHT)
-	$(BIN)/python -m pip install --quiet -e ".[examples,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[examples,dev,docs]"
 	@touch $@
 
 check-tools:

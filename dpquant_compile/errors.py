@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "CompileSpecError",
     "DPQuantError",
+    "DistributedError",
     "FormatError",
     "GraphInvariantError",
     "InplaceAliasError",
@@ -118,6 +119,10 @@ class LedgerError(DPQuantError, RuntimeError):
 
 class PrivacyBudgetError(DPQuantError, RuntimeError):
     """A release would pass the privacy budget, or no noise can keep it."""
+
+
+class DistributedError(DPQuantError, RuntimeError):
+    """Processes that train together have come apart, or one of them is gone."""
 
 
 class CheckpointError(DPQuantError, RuntimeError):

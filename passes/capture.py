@@ -220,6 +220,9 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
     before = Snapshot(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None  # Dynamo describes these too, and one that is a view adds sizes that pass for the batch's
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         model.__dict__[name] = OrderedDict()  # whoever calls the graph calls them; the snapshot puts them back
     try:
@@ -233,6 +236,8 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         ) from error
     finally:
         before.restore()  # Dynamo too leaves what forward() assigns, as fake tensors
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
     gm = graph_module_over(model, _renamed(exported, model), type(model).__name__)
     for name, child in exported.named_children():
         if any(node.target == name for node in gm.graph.nodes):

@@ -261,6 +261,16 @@ def test_batch_size_independence() -> None:
     assert not capture_dynamo(seeded(Branch), (torch.ones(1, 4),), {})[1], "Dynamo specialises on one sample"
 
 
+def test_gradients_do_not_bind_the_batch_size() -> None:
+    """A privacy engine leaves views of one buffer as gradients, whose sizes Dynamo would take for symbols."""
+    model = seeded(Branch)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(2 * parameter.numel())[: parameter.numel()].view(parameter.shape)
+    held = [parameter.grad for parameter in model.parameters()]
+    assert capture_dynamo(model, ROWS, {})[1]
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), held, strict=True))
+
+
 def test_dynamo_keeps_signature_and_outputs() -> None:
     class Dicts(nn.Module):
         def __init__(self) -> None:

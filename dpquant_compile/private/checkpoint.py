@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpquant_compile.errors import CheckpointError
+from dpquant_compile.private import ddp_checkpoint
 from dpquant_compile.private.files import write_whole
 
 if TYPE_CHECKING:
@@ -43,6 +44,25 @@ def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
 
 def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     """The state of model, optimizer, ledger, scheduler, and of every source of randomness."""
+    if not engine.made.world.first:
+        raise CheckpointError(
+            f"state_dict() on rank {engine.made.world.rank}: noise and ledger are rank 0's. Fix: save_checkpoint() on "
+            "every process, or state_dict() on rank 0"
+        )
+    return {**_small(engine), **_large(engine)}
+
+
+def _large(engine: "PrivacyEngine") -> dict[str, Any]:
+    """What every process has alike; copies, since training goes on, and a state is of one moment."""
+    made = engine.made
+    return {
+        "model": copy.deepcopy(dict(made.session.model.state_dict())),
+        "optimizer": copy.deepcopy(made.optimizer.state_dict()),
+    }
+
+
+def _small(engine: "PrivacyEngine") -> dict[str, Any]:
+    """What only rank 0 has right."""
     made = engine.made
     if made.session.micro is not None:
         raise CheckpointError(
@@ -53,9 +73,7 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     return {
         "version": VERSION,
         "config": config_of(engine),
-        # Copies: training goes on, and a state is of one moment.
-        "model": copy.deepcopy(dict(made.session.model.state_dict())),
-        "optimizer": copy.deepcopy(made.optimizer.state_dict()),
+        "world": made.world.size,
         "ledger": engine.ledger.state_dict(),
         "noise": made.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
@@ -72,7 +90,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     """Take a state over, or raise `CheckpointError` and change nothing.
 
     With `replay` the run repeats what it had released after the checkpoint, bit for bit, so a ledger on disk that is
-    ahead is not charged again for it. Without, randomness is new, and everything counts.
+    ahead is not charged again for it. Without, randomness is new, and everything counts. Every process of a run must
+    call this with the same state.
     """
     if state.get("version") != VERSION:
         raise CheckpointError(
@@ -82,7 +101,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     wanted = "config model optimizer ledger noise sampler torch noise_multiplier max_grad_norm step policy scheduler"
     if missing := [key for key in wanted.split() if key not in state]:
         raise CheckpointError(f"this checkpoint is not whole: it has no {', '.join(missing)}")
-    if engine.made.noise.position > 0:
+    made, world = engine.made, engine.made.world
+    if world.on_first(lambda: made.noise.position) > 0:
         raise CheckpointError(
             "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "
             "checkpoint right after make_private, into a new engine"
@@ -91,12 +111,12 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     differing = [f"{key}: {saved.get(key)!r} saved, {own[key]!r} here" for key in own if own[key] != saved.get(key)]
     if differing:
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
-    made = engine.made
     shapes = {name: tuple(value.shape) for name, value in made.session.model.state_dict().items()}
     if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
-    engine.ledger.load_state_dict(state["ledger"], replays=replay)
+    replay = world.on_first(lambda: _load_ledger(engine, state, replay))
+    engine.copy_ledger()
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
     made.noise.load_state_dict(state["noise"])
@@ -104,7 +124,9 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         made.noise.renew()
     if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
         made.loader.generator.set_state(state["sampler"])
-    torch.set_rng_state(state["torch"])
+    states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one by process, where several wrote them
+    if world.rank < len(states):
+        torch.set_rng_state(states[world.rank].clone())  # it reads from where the storage begins
     made.optimizer.noise_multiplier = state["noise_multiplier"]
     made.optimizer.max_grad_norm = state["max_grad_norm"]
     made.session.forget()
@@ -114,14 +136,38 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         engine.scheduler.load_state_dict(state["scheduler"])
 
 
-def save(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a file that is there whole, or not at all."""
-    write_whole(Path(path), lambda file: torch.save(dict(state), file))
+def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
+    """Go back to the ledger of a state; whether the run repeats what came after it.
+
+    Another number of processes adds up in another order: the same noise on a sum with other last bits would bare the
+    difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
+    """
+    ledger, same = engine.ledger, state.get("world", 1) == engine.made.world.size
+    ledger.load_state_dict(state["ledger"], replays=replay)
+    if replay and not same and (ledger.path is None or ledger.repeating):
+        ledger.load_state_dict(state["ledger"], replays=False)
+        return False
+    return replay
+
+
+def save(engine: "PrivacyEngine", path: str | Path, extra: Mapping[str, Any]) -> None:
+    """Write a checkpoint that is there whole, or not at all: a file, or of several processes a folder."""
+    world = engine.made.world
+    if world.size == 1:
+        state = {**extra, "dpquant": state_of(engine)}
+        write_whole(Path(path), lambda file: torch.save(state, file))
+        return
+    engine.agree("at a checkpoint")
+    small = {**_small(engine), "torch": torch.stack(world.gathered(torch.get_rng_state()))}
+    ddp_checkpoint.save_folder(world, Path(path), {**extra, "dpquant": small}, _large(engine))
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A checkpoint; tensors and plain types only, so that reading one runs no code."""
+    """A checkpoint; in a file of one process are tensors and plain types only, so that reading it runs no code."""
     try:
+        if Path(path).is_dir():
+            state, large = ddp_checkpoint.read_folder(Path(path))
+            return {**state, "dpquant": {**state["dpquant"], **large}}
         state = torch.load(path, weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler met
         raise CheckpointError(f"{path} is no checkpoint that can be read: {error}") from error

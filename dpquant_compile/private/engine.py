@@ -1,6 +1,6 @@
 """`PrivacyEngine`: Opacus' engine, with per-sample clipping inside the compiled program."""
 
-import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,23 +11,28 @@ import opacus
 import torch
 from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrainingError
-from dpquant_compile.module import CompiledModule
-from dpquant_compile.private import checkpoint
+from dpquant_compile.private import arguments, checkpoint
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.private.distributed import World, described
 from dpquant_compile.private.ledger import Ledger
-from dpquant_compile.private.loader import MicroBatch, PoissonLoader, PrivateLoader, private_loader, secure_uniform
+from dpquant_compile.private.loader import (
+    Hooks,
+    MicroBatch,
+    PoissonLoader,
+    PrivateLoader,
+    SharedUniform,
+    private_loader,
+    secure_uniform,
+)
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
-from dpquant_compile.private.releases import Releases
+from dpquant_compile.private.releases import Releases, fingerprint
 from dpquant_compile.private.session import Session
-from dpquant_compile.spec import CompileSpec
 
 __all__ = ["Made", "PrivacyEngine"]
 
@@ -42,6 +47,7 @@ class Made:
     noise: GaussianStream
     criterion: PrivateCriterion | None
     noise_multiplier: float
+    world: World
 
     @property
     def sample_rate(self) -> float:
@@ -75,12 +81,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             super().__init__(accountant=accountant, secure_mode=False)
         self.secure_mode = secure_mode
         self.dataset: Any = None
-        self.ledger = Ledger(accountant, ledger_path, target_epsilon, target_delta)
+        self._world = World.current()  # rank 0 has the ledger's file; what the others have is a copy
+        self._on_disk = ledger_path is not None
+        path = ledger_path if self._world.first else None
+        self.ledger = Ledger(accountant, path, target_epsilon, target_delta)
         self.ledger.caveats = self._caveats()
         self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
         self.scheduler: Any = None
         self.planned_epochs: int | None = None  # those that the noise was chosen for
         self._parts: Made | None = None
+        self._bits: SharedUniform | None = None  # the secure randomness of sampling that processes have in common
+        self._repeating = False  # whether the last spend was one that a resumed run repeats
 
     def _caveats(self, poisson: bool = True) -> tuple[str, ...]:
         chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
@@ -145,30 +156,35 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
         The rest is as in Opacus.
         """
-        _refuse_unknown(unknown)
+        arguments.refuse_unknown(unknown)
         if not batch_first:
             raise PrivacySpecError("batch_first=False: a compiled model takes dimension 0 of its inputs for the batch")
         if self.secure_mode and noise_generator is not None:
             raise PrivacySpecError(
                 "noise_generator= makes the noise repeatable, which secure_mode=True is there to rule out"
             )
-        model = _compiled(module)
-        parameters = _trainable(model, optimizer)
+        world = World.current()
+        arguments.check_world(world, poisson_sampling)
+        model = arguments.compiled_module(module)
+        parameters = arguments.trainable(model, optimizer)
         holder: list[Session] = []
-        reduction, wrapped = _reduction(criterion, loss_reduction, lambda: holder[0].rows)
+        reduction, wrapped = arguments.reduction_of(criterion, loss_reduction, lambda: holder[0].rows)
         bounds = Clipping.build(clipping, max_grad_norm, list(parameters))
 
         def listener(micro: MicroBatch | None) -> None:
             holder[0].announce(micro)
 
-        limit = _roomy(data_loader) if max_physical_batch_size is None else max_physical_batch_size
+        secure = self.secure_mode and poisson_sampling
+        self._bits = SharedUniform() if secure and world.size > 1 else None
+        limit = arguments.roomy(data_loader) if max_physical_batch_size is None else max_physical_batch_size
         loader = private_loader(
             data_loader,
             max_physical_batch_size=limit,
             poisson_sampling=poisson_sampling,
             listener=listener,
-            before=self._pay,
-            sampler_bits=secure_uniform if self.secure_mode and poisson_sampling else None,
+            hooks=Hooks(self._begin, self._pay, lambda: self.agree("at the end of an epoch")),
+            sampler_bits=(self._bits or secure_uniform) if secure else None,
+            distributed=world.size > 1,
             rand_on_empty=rand_on_empty,
         )
         self._check_dataset(loader)
@@ -185,13 +201,15 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             expected_batch_size=loader.expected_batch_size,
             loss_reduction=reduction,
             secure_mode=self.secure_mode,
+            world=world,
         )
         private.attach_step_hook(self._settle)
-        private.on_release = self.release
+        private.on_release = self._check_release
         self.ledger.caveats = self._caveats(poisson_sampling)
         session.begin()
-        self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier)
+        self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world)
         self.planned_epochs = None
+        self._join()
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 
     def make_private_with_epsilon(
@@ -240,6 +258,51 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.planned_epochs = epochs
         return made
 
+    def _join(self) -> None:
+        """Begin a run of several processes: the same settings, checked, and model and ledger of rank 0."""
+        world, model = self.made.world, self.made.session.model
+        if world.size == 1:
+            return
+        if self._on_disk and world.size != self._world.size:
+            raise PrivacySpecError(
+                "this engine was made before torch.distributed.init_process_group(), so every process has opened the "
+                "ledger's file, which only rank 0 may. Fix: call init_process_group first"
+            )
+        settings = {**checkpoint.config_of(self), "dataset": described(self.dataset), "policy": sorted(model.policy)}
+        world.agree("in make_private", settings)
+        world.copy_first([*model.parameters(), *model.buffers()])
+        model.step = world.on_first(lambda: model.step)
+        self.copy_ledger()
+
+    def copy_ledger(self) -> None:
+        """Give every process a ledger like that of rank 0, which alone has a file."""
+        world, ledger = self.made.world, self.ledger
+        target, state = world.on_first(lambda: ((ledger.target_epsilon, ledger.target_delta), ledger.state_dict()))
+        if not world.first:
+            ledger.target_epsilon, ledger.target_delta = target
+            ledger.load_state_dict(state, replays=True)
+
+    def _begin(self) -> None:
+        """Let all processes draw the same batches in the epoch that begins."""
+        made = self.made
+        if self._bits is not None:
+            self._bits.take_key(made.world.on_first(lambda: os.urandom(32)))
+        elif made.world.size > 1 and made.loader.generator is not None:
+            made.loader.generator.set_state(made.world.on_first(made.loader.generator.get_state))
+
+    def agree(self, when: str) -> None:
+        """Raise `DistributedError` on every process unless all have the same policy, scores, ledger and parameters."""
+        made = self.made
+        if made.world.size == 1:
+            return
+        facts = {
+            "policy": sorted(made.session.model.policy),
+            "ledger": [f"{e.steps} {e.purpose} q={e.q!r} sigma={e.sigma!r}" for e in self.ledger.entries],
+            "parameters": fingerprint(list(made.session.model.parameters())),
+            "scores": None if self.scheduler is None else self.scheduler.scores,
+        }
+        made.world.agree(when, facts)
+
     def get_epsilon(self, delta: float) -> float:
         """ε of all that was spent, training and analyses, at `delta`."""
         return self.ledger.epsilon(delta)
@@ -256,6 +319,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         if self.ledger.departs(purpose, q=q, sigma=sigma):
             # The noise of the recorded release must not come again with other data.
             self.made.noise.renew()
+        self._repeating = self.ledger.repeating
         self.ledger.spend(purpose, q=q, sigma=sigma)
 
     def _settle(self, optimizer: PrivateOptimizer) -> None:
@@ -275,6 +339,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         if self._releases is not None:
             self._releases.check(*self.ledger.position, values)
 
+    def _check_release(self, values: Sequence[Tensor]) -> None:
+        """`release`, by which rank 0 stops all processes where a repetition differs."""
+        if self._repeating:
+            self.made.world.on_first(lambda: self.release(values))
+        else:
+            self.release(values)
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types: see `checkpoint`."""
         return checkpoint.state_of(self)
@@ -288,18 +359,25 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         checkpoint.load_into(self, state, replay and not self.secure_mode)
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
-        """Write `state_dict()` to a file, whole or not at all; `checkpoint_dict` is for what else should be in it."""
-        checkpoint.save({**(checkpoint_dict or {}), "dpquant": self.state_dict()}, path)
+        """Write `state_dict()`, whole or not at all; `checkpoint_dict` is for what else should be in it.
+
+        One process writes a file. Several write a folder, which all of them must see, and all must call this.
+        """
+        checkpoint.save(self, path, checkpoint_dict or {})
 
     def load_checkpoint(self, *, path: Any, replay: bool = True, **ignored: Any) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote; the rest of it comes back. See `load_state_dict` for `replay`."""
+        """Read what `save_checkpoint` wrote, on any number of processes; the rest of it comes back.
+
+        See `load_state_dict` for `replay`. On another number of processes sums differ in their last bits, so nothing is
+        repeated: if there may have been releases since the checkpoint, noise is new and everything counts.
+        """
         state = checkpoint.read(path)
         self.load_state_dict(state.pop("dpquant"), replay=replay)
         return state
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Refuse a model that is known to mix samples; the proof is made at the first training forward."""
-        _refuse_batch_norm(module)
+        arguments.refuse_batch_norm(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
         """Whether `validate` would pass."""
@@ -316,77 +394,3 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
                 stacklevel=3,
             )
         self.dataset = loader.dataset
-
-
-def _compiled(module: nn.Module) -> CompiledModule:
-    if isinstance(module, DistributedDataParallel):
-        raise PrivacySpecError(
-            "DistributedDataParallel is not supported yet: give the compiled model itself, in one process"
-        )
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        raise PrivacySpecError(
-            "this model was compiled by torch.compile. Give what it was made of: dpquant_compile.compile(model, "
-            "budget=k) compiles it"
-        )
-    _refuse_batch_norm(module)
-    return module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
-
-
-def _refuse_batch_norm(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, _BatchNorm) and child.training and module.training:
-            raise IsolationError(
-                f"layer {name!r} ({type(child).__name__}) normalises over the batch, so each sample's gradient depends "
-                "on the others. Fix: dpquant_compile.replace_batch_norm(model) before compile() puts GroupNorm in its "
-                "place, with the same parameters"
-            )
-
-
-def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in held):
-        raise PrivacySpecError(
-            "the optimizer holds parameters that are not the model's: make it of model.parameters(), "
-            "after moving the model"
-        )
-    chosen = {names[id(parameter)]: parameter for parameter in held if parameter.requires_grad}
-    if not chosen:
-        raise PrivacySpecError("the optimizer holds no parameter that requires a gradient: there is nothing to train")
-    return chosen
-
-
-def _reduction(
-    criterion: Any, asked: str | None, samples: Callable[[], int | None]
-) -> tuple[str, PrivateCriterion | None]:
-    if asked not in (None, "mean", "sum"):
-        raise PrivacySpecError(f"loss_reduction={asked!r}: choose 'mean' or 'sum'")
-    if criterion is None:
-        return asked or "mean", None
-    wrapped = criterion if isinstance(criterion, PrivateCriterion) else PrivateCriterion(criterion, samples=samples)
-    own = {"sum": "sum", "none": asked or "mean"}.get(wrapped.reduction, "mean")
-    if asked is not None and asked != own:
-        raise PrivacySpecError(
-            f"loss_reduction={asked!r}, but the criterion has reduction={wrapped.reduction!r}: leave loss_reduction out"
-        )
-    return own, wrapped
-
-
-def _roomy(data_loader: DataLoader[Any]) -> int:
-    """A size that a Poisson batch hardly ever passes; one that does is cut in two."""
-    try:
-        expected = len(data_loader.dataset) / len(data_loader)  # type: ignore[arg-type]
-    except TypeError:
-        return 1  # the loader's own checks say what is wrong with it
-    return 8 * math.ceil((expected + 4 * math.sqrt(expected)) / 8)
-
-
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name == "grad_sample_mode" and value is not None:
-            raise PrivacySpecError(
-                f"grad_sample_mode={value!r}: this engine has one mode, clipping inside the compiled program. Leave it "
-                "out, or use opacus.PrivacyEngine with a model that is not compiled"
-            )
-        if name != "wrap_model" or value is not True:
-            raise PrivacySpecError(f"make_private got {name}={value!r}, which it does not know")

@@ -7,8 +7,8 @@ times that, so that `sigma` is the true noise multiplier, and divides by a publi
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.private.clipping import is_number
 from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.private.distributed import World, call_roll, wide_sums
 from dpquant_compile.private.loader import MicroBatch
 from dpquant_compile.private.optimizer import PrivateOptimizer
 from dpquant_compile.private.probe import Batch, Probe
@@ -36,10 +37,16 @@ class Setting:
     epoch: int
     expected: float
     groups: int
+    world: World = field(default_factory=World)
 
 
 class Estimator(Protocol):
-    """What a scheduler needs of an estimator; any object with these may be given."""
+    """What a scheduler needs of an estimator; any object with these may be given.
+
+    Where several processes train, `measure` runs on rank 0 alone, on the whole probe batch. With an attribute
+    `sharded = True` it runs on all of them, each on its own samples, and must add up over `setting.world` by itself,
+    before it clips what it does not clip sample by sample.
+    """
 
     sigma: float
 
@@ -66,6 +73,7 @@ class PerSample:
     another's vector.
     """
 
+    sharded: ClassVar[bool] = True
     clip: float = 0.5
     sigma: float = 2.0
     repetitions: int = 1
@@ -89,7 +97,7 @@ class PerSample:
             norms = vectors.norm(dim=1, keepdim=True)
             scale = (self.clip / norms.clamp_min(1e-300)).clamp(max=1.0)
             total += torch.where(norms.isfinite(), vectors.nan_to_num(0.0, 0.0, 0.0) * scale, 0.0).sum(0)
-        return total
+        return setting.world.sum([total])[0]
 
     def divisor(self, setting: Setting) -> float:
         """The expected size of the probe batch: the result is a mean difference of losses."""
@@ -104,6 +112,7 @@ class Paper:
     opposite sides of the ball, so the sensitivity is twice `clip`, and not `clip` as published.
     """
 
+    sharded: ClassVar[bool] = True
     clip: float = 0.01
     sigma: float = 0.5
     repetitions: int = 2
@@ -116,7 +125,7 @@ class Paper:
     def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
         """Mean loss after an update under each policy, less that after one in full precision, clipped as a vector."""
         held = list(batches)
-        if not held:
+        if not int(setting.world.sum([torch.tensor(len(held))])[0]):
             return torch.zeros(len(policies), dtype=torch.float64)
         base = self._mean(setting, frozenset(), held)
         vector = torch.tensor([self._mean(setting, policy, held) - base for policy in policies], dtype=torch.float64)
@@ -172,13 +181,14 @@ class Paper:
         session, optimizer = setting.session, setting.optimizer
         generator = torch.Generator().manual_seed(hash((setting.epoch, turn)) & 0x7FFF_FFFF)
         std = optimizer.noise_multiplier * session.sensitivity
-        for name, total in session.release().items():
+        sums = session.release()
+        call_roll(setting.world, session, {"analysis": (setting.epoch, turn)})
+        names = [name for name, p in session.parameters.items() if p.requires_grad and session.uses(name)]
+        for name, total in zip(names, setting.world.sum(wide_sums(session, sums, names)), strict=True):
             parameter = session.parameters[name]
-            if parameter.requires_grad and session.uses(name):
-                noise = std * torch.randn(parameter.shape, generator=generator)
-                grad = noise if total is None else noise + total
-                divisor = max(setting.expected, 1.0) if optimizer.loss_reduction == "mean" else 1.0
-                parameter.grad = (grad / divisor).to(parameter.dtype)
+            grad = std * torch.randn(parameter.shape, generator=generator) + total
+            divisor = max(setting.expected, 1.0) if optimizer.loss_reduction == "mean" else 1.0
+            parameter.grad = (grad / divisor).to(parameter.dtype)
         optimizer.original_optimizer.step()
 
     def _evaluate(self, setting: Setting, batches: Sequence[Batch]) -> float:
@@ -189,7 +199,8 @@ class Paper:
             for batch in batches:
                 losses = setting.criterion.per_sample(model(*batch.args, **batch.kwargs), batch.target)
                 total, count = total + float(losses.sum()), count + len(losses)
-        return total / max(count, 1)
+        (both,) = setting.world.sum([torch.tensor([total, float(count)], dtype=torch.float64)])
+        return float(both[0]) / max(float(both[1]), 1.0)
 
 
 def make_estimator(kind: Any, **given: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["sync_folder", "write_whole"]
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any], placed: Callable[[], None] = lambda: None) -> None:
@@ -25,7 +25,12 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any], placed: Callable[[
         os.fsync(file.fileno())
     os.replace(temporary, path)
     placed()
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder outlive a loss of power."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

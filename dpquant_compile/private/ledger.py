@@ -104,9 +104,14 @@ class Ledger:
         if new:
             self._admit(replace(entry, steps=new))
 
+    @property
+    def repeating(self) -> bool:
+        """Whether a resumed run has recorded spends before it that it is to make again."""
+        return bool(self._pending)
+
     def departs(self, purpose: str, *, q: float, sigma: float) -> bool:
         """Whether a spend would be another than the recorded one that a resumed run is due to repeat."""
-        return bool(self._pending) and not self._repeated(Entry(purpose, "subsampled_gaussian", q, sigma, 1))
+        return self.repeating and not self._repeated(Entry(purpose, "subsampled_gaussian", q, sigma, 1))
 
     def spend(
         self, purpose: str, *, q: float, sigma: float, steps: int = 1, mechanism: str = "subsampled_gaussian"

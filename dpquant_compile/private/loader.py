@@ -14,14 +14,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from opacus.data_loader import DPDataLoader
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 
-__all__ = ["Listener", "MicroBatch", "PrivateLoader", "SecurePoissonSampler", "private_loader", "secure_uniform"]
+__all__ = [
+    "Hooks",
+    "Listener",
+    "MicroBatch",
+    "PrivateLoader",
+    "SecurePoissonSampler",
+    "SharedUniform",
+    "private_loader",
+    "secure_uniform",
+]
 
 
 @dataclass(frozen=True)
@@ -37,10 +48,45 @@ class MicroBatch:
 Listener = Callable[[MicroBatch | None], None]
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What is called around the batches of an iteration: any of them may refuse what follows by raising.
+
+    begins   before the first batch is drawn
+    before   before each logical batch is fetched
+    ends     after the last one, unless the loop was left before
+    """
+
+    begins: Callable[[], None] = lambda: None
+    before: Callable[[], None] = lambda: None
+    ends: Callable[[], None] = lambda: None
+
+
 def secure_uniform(n: int) -> Tensor:
     """n numbers, uniform on the multiples of 2^-53 in [0, 1), from the operating system's cryptographic source."""
-    words = np.frombuffer(os.urandom(8 * n), dtype=np.uint64)
+    return _uniform_of(os.urandom(8 * n))
+
+
+def _uniform_of(data: bytes) -> Tensor:
+    words = np.frombuffer(data, dtype=np.uint64)
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+class SharedUniform:
+    """`secure_uniform` for several processes: numbers that all of them draw alike, from a key that one has made.
+
+    The key is new for each epoch, so that an epoch which processes left at different places does not part them.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def take_key(self, key: bytes) -> None:
+        """Begin the stream of a key that was never used, of 32 bytes."""
+        self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    def __call__(self, n: int) -> Tensor:
+        return _uniform_of(self._stream.update(bytes(8 * n)))
 
 
 class SecurePoissonSampler(Sampler[list[int]]):
@@ -174,9 +220,9 @@ class PrivateLoader(DataLoader[Any]):
         collate_fn: Callable[[list[Any]], Any],
         generator: torch.Generator | None,
         listener: Listener,
-        before: Callable[[], None],
+        hooks: Hooks,
     ) -> None:
-        self._before = before
+        self._hooks = hooks
         self.sample_rate = 1 / len(source)
         self.size = len(source.dataset)  # type: ignore[arg-type]
         self.expected_batch_size = max(1, self.size // len(source))  # not int(N · q), which rounding can put one lower
@@ -207,7 +253,8 @@ class PrivateLoader(DataLoader[Any]):
         self._check(turn)
         self._running = True
         try:
-            self._before()
+            self._hooks.begins()
+            self._hooks.before()
             batches = super().__iter__()
             queue, left = self._splitter.queue, self._splitter.steps - 1
             for batch in batches:
@@ -217,7 +264,8 @@ class PrivateLoader(DataLoader[Any]):
                 self._check(turn)
                 if micro.last and left > 0:
                     left -= 1
-                    self._before()
+                    self._hooks.before()
+            self._hooks.ends()
         finally:
             if turn == self._turn:  # else the iter() that came after has said so
                 self._end()
@@ -246,7 +294,7 @@ def private_loader(
     max_physical_batch_size: int | None,
     poisson_sampling: bool,
     listener: Listener,
-    before: Callable[[], None] = lambda: None,
+    hooks: Hooks | None = None,
     generator: torch.Generator | None = None,
     sampler_bits: Callable[[int], Tensor] | None = None,
     distributed: bool = False,
@@ -261,9 +309,9 @@ def private_loader(
 
     The draw's randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that
     of `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling it stays with the
-    user's own sampler. `before` is called before each logical batch is fetched, and may refuse it by raising. With
-    `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in Opacus; its `ids` are empty
-    all the same.
+    user's own sampler. `distributed`: every process draws the same batches, if it has the same randomness, and is given
+    its share of each. With `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in
+    Opacus; its `ids` are empty all the same.
     """
     limit: Any = max_physical_batch_size
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -275,8 +323,13 @@ def private_loader(
     if not poisson_sampling:
         batches: Any = data_loader.batch_sampler
         splitter = _Splitter(batches, steps, limit)
-        return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener, before)
+        return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener, hooks or Hooks())
     sampler = data_loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise PrivacySpecError(
+            "the data loader has a DistributedSampler, but each process takes its share of every Poisson batch by "
+            "itself. Fix: give a DataLoader without one, with the batch size of all processes together"
+        )
     if not isinstance(sampler, RandomSampler | SequentialSampler) or len(sampler) != n:
         raise PrivacySpecError(
             "Poisson sampling draws from the whole dataset, and would pass over this loader's "
@@ -290,7 +343,7 @@ def private_loader(
         batches = UniformWithReplacementSampler(num_samples=n, sample_rate=1 / steps, generator=generator)
     splitter = _Splitter(_Share(batches) if distributed else batches, len(batches), limit)
     collate = _Collate(data_loader.collate_fn, data_loader.dataset, batch_first, rand_on_empty)
-    loader = PoissonLoader(data_loader, splitter, collate, generator, listener, before)
+    loader = PoissonLoader(data_loader, splitter, collate, generator, listener, hooks or Hooks())
     loader.distributed = distributed
     return loader
 

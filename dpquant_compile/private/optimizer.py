@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 from dpquant_compile.private.clipping import is_number
+from dpquant_compile.private.distributed import World, call_roll, wide_sums
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.session import Session
 
@@ -34,11 +35,13 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         expected_batch_size: int,
         loss_reduction: str,
         secure_mode: bool = False,
+        world: World | None = None,
     ) -> None:
         if not is_number(noise_multiplier) or not math.isfinite(noise_multiplier) or noise_multiplier < 0:
             raise PrivacySpecError(f"noise_multiplier={noise_multiplier!r}: give a finite number, zero or more")
         self.session = session
         self.noise = noise
+        self.world = world or World()
         self._left: dict[str, tuple[Tensor, int]] = {}  # gradients after the last step, and their versions
         # Told of noised gradients before the wrapped optimizer uses them.
         self.on_release: Callable[[list[Tensor]], None] = lambda values: None
@@ -100,7 +103,10 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         return True
 
     def add_noise(self) -> None:
-        """Set every gradient to its clipped sum plus noise."""
+        """Set every gradient to its clipped sum, over all processes, plus noise, which rank 0 adds to its own sum.
+
+        Sums are added up here, once per logical batch: before its last backward none is final.
+        """
         self._check_parameters()
         stray = next((n for n, p in self.session.parameters.items() if not self._ours(n, p.grad)), None)
         if stray is not None:
@@ -111,14 +117,26 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
                 "the loop, parameters only inside the model's forward(), optimizer.zero_grad() before the first step"
             )
         sums = self.session.release()
+        call_roll(self.world, self.session, self._facts())
         used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
         parameters = [self.session.parameters[name] for name in used]
-        std = self.noise_multiplier * self.session.sensitivity
-        for name, parameter, noise in zip(used, parameters, self.noise.normal_like(parameters, std), strict=True):
-            total = sums[name]
-            grad = noise if total is None else noise.add_(total.reshape(noise.shape))
-            parameter.grad = grad.reshape(parameter.shape).to(parameter.dtype)
+        grads = wide_sums(self.session, sums, used)
+        if self.world.first:
+            noises = self.noise.normal_like(parameters, self.noise_multiplier * self.session.sensitivity)
+            grads = [noise.add_(total) for noise, total in zip(noises, grads, strict=True)]
+        for parameter, grad in zip(parameters, self.world.sum(grads), strict=True):
+            parameter.grad = grad.to(parameter.dtype)
+        self.world.step += 1
         self.session.forget()  # a second step must not release the same sum again
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all processes for their sums to be one release."""
+        return {
+            "model.step": self.session.model.step,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.session.sensitivity,
+            "batches from the loader": not self.session.by_hand,
+        }
 
     def _check_parameters(self) -> None:
         """Refuse parameters that the wrapped optimizer would step and the session does not clip."""

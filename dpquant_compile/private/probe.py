@@ -63,10 +63,14 @@ def draw_batch(
     limit: int,
     groups: int,
     unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]],
+    share: Callable[[Callable[[], Tensor]], Tensor] = lambda draw: draw(),
 ) -> Iterator[Batch]:
-    """A Poisson draw of its own from the loader's dataset, in parts of at most `limit` samples, groups together."""
+    """A Poisson draw of its own from the loader's dataset, in parts of at most `limit` samples, groups together.
+
+    `share` is given the draw, and says which of its samples this process is to read.
+    """
     dataset: Any = loader.dataset
-    ids = torch.nonzero(uniform(len(dataset)) < rate).flatten()
+    ids = share(lambda: torch.nonzero(uniform(len(dataset)) < rate).flatten())
     ids = ids[torch.argsort(group_of(ids, groups), stable=True)]
     for start in range(0, len(ids), limit):
         part = ids[start : start + limit]

@@ -3,7 +3,7 @@
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -12,11 +12,12 @@ import torch
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
 from dpquant_compile.policy import Policy
 from dpquant_compile.private.accounting import Entry, composed_epsilon, gathered
+from dpquant_compile.private.distributed import World
 from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.private.estimators import ADJACENCIES, Estimator, PerSample, Setting, make_estimator
 from dpquant_compile.private.history import EpochRecord, History
 from dpquant_compile.private.loader import secure_uniform
-from dpquant_compile.private.probe import draw_batch, unpack_pair
+from dpquant_compile.private.probe import Batch, draw_batch, unpack_pair
 from dpquant_compile.private.selection import NORMALISATIONS, draw, lowest, probabilities
 
 __all__ = ["MODES", "Chooser", "Scheduler"]
@@ -89,6 +90,7 @@ class Scheduler:
     ) -> None:
         self.engine = engine
         self.made = engine.made
+        self.world = engine.made.world
         self.mode, self.epochs, self.n_interval = mode, epochs, n_interval
         self.ema, self.beta, self.normalise, self.adjacency, self.seed = ema, beta, normalise, adjacency, seed
         self._unpack = unpack
@@ -107,7 +109,9 @@ class Scheduler:
         self._untold: EpochRecord | None = None
         self.history = History(tuple(self.made.session.model.sites.names))
         engine.scheduler = self
-        self._warn_of_target()
+        self.world.agree("in Scheduler", self.config())
+        if self.world.first:
+            self._warn_of_target()
         self._choose(analysed=False)
 
     # One epoch after the other
@@ -147,6 +151,7 @@ class Scheduler:
             self._choose(analysed=due)
         else:
             self._untold = None
+        self.engine.agree(f"at the end of epoch {self._state.epoch}")
         return self.made.session.model.policy
 
     @property
@@ -158,7 +163,7 @@ class Scheduler:
         return self._measures and more and self._state.epoch % self.n_interval == 0
 
     def _choose(self, *, analysed: bool) -> None:
-        chosen = self._chosen()
+        chosen = self.world.on_first(self._chosen)
         sites = sorted({site for name in chosen for site in self.policies[name]})
         policy, ledger = self.made.session.model.set_policy(sites), self.engine.ledger
         record = EpochRecord(
@@ -175,7 +180,7 @@ class Scheduler:
     def _tell(self) -> None:
         """Tell the logs of the epoch that has just run: not when its policy is set, since a resume may follow."""
         ledger = self.engine.ledger
-        if self._logs and self._untold is not None:
+        if self._logs and self._untold is not None and self.world.first:
             costs = {"epsilon": ledger.epsilon(self._delta), "epsilons": ledger.epsilons(self._delta)}
             for log in self._logs:
                 log.epoch({**asdict(self._untold), **costs, "delta": self._delta})
@@ -203,16 +208,37 @@ class Scheduler:
         expected = self.sample_rate * made.loader.size
         groups = max(1, round(expected / _GROUP_SIZE))
         assert made.criterion is not None  # checked when the scheduler was made
-        setting = Setting(made.session, made.optimizer, made.criterion, self._state.epoch, expected, groups)
-        physical = made.session.physical
-        batches = draw_batch(made.loader, self.sample_rate, self._uniform(), physical, groups, self._unpack)
-        vector = self.estimator.measure(setting, [frozenset(sites) for sites in self.policies.values()], batches)
-        std = self.estimator.sigma * self.estimator.sensitivity(self.adjacency)
-        noisy = (vector + std * made.noise.fill(len(vector)).double()) / self.estimator.divisor(setting)
-        self.engine.release([noisy])
-        for name, value in zip(self.policies, noisy.tolist(), strict=True):
+        sharded = getattr(self.estimator, "sharded", False)
+        world, epoch = self.world if sharded else World(), self._state.epoch
+        setting = Setting(made.session, made.optimizer, made.criterion, epoch, expected, groups, world)
+        policies = [frozenset(sites) for sites in self.policies.values()]
+        vector = self.estimator.measure(setting, policies, self._probe(setting)) if sharded else None
+
+        def noised() -> list[float]:
+            found = self.estimator.measure(setting, policies, self._probe(setting)) if vector is None else vector
+            std = self.estimator.sigma * self.estimator.sensitivity(self.adjacency)
+            noisy = (found + std * made.noise.fill(len(found)).double()) / self.estimator.divisor(setting)
+            self.engine.release([noisy])
+            values: list[float] = noisy.tolist()
+            return values
+
+        # Noise is drawn on rank 0, once.
+        for name, value in zip(self.policies, self.world.on_first(noised), strict=True):
             self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
         self._state.analyses += 1
+
+    def _probe(self, setting: Setting) -> Iterator[Batch]:
+        """The probe batch, or the share of it that an analysis on all processes reads on this one."""
+        made, world = self.made, setting.world
+        return draw_batch(
+            made.loader,
+            self.sample_rate,
+            lambda n: self._uniform()(n),
+            made.session.physical,
+            setting.groups,
+            self._unpack,
+            share=lambda draw: world.share(world.on_first(draw)),
+        )
 
     def _uniform(self) -> Callable[[int], torch.Tensor]:
         if self.engine.secure_mode:

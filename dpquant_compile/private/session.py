@@ -6,7 +6,7 @@ gradient reaches one around the clipping.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,15 @@ class Session:
     def uses(self, name: str) -> bool:
         """Whether a parameter has gradients; what is not known yet has."""
         return not self._used or name in self._used
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The parameters that have gradients, by the programs made so far."""
+        return frozenset(self._used)
+
+    def add_used(self, names: Iterable[str]) -> None:
+        """Take parameters for used that another process of this run has used."""
+        self._used.update(names)
 
     # The loop around it
 
