@@ -94,9 +94,17 @@ inline Vector dot(Vector acc, Vector u, Vector s) {
 
 #endif
 
-// Six sums, which sixteen registers hold together with their six 16-bit parts. They and the rows' pointers have names:
-// arrays of them would live in memory.
-constexpr int MR = 3, VECTORS = 2;
+// A tile's sums must stay in registers: 2 MR of them, beside two vectors of columns and one of a row.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr int MR = 8;  // of 32 registers
+#elif defined(__AVXVNNI__)
+constexpr int MR = 6;  // of 16
+#elif defined(DPQ_DOT)
+constexpr int MR = 4;
+#else
+constexpr int MR = 3;  // of 16, with as many 16-bit parts of the sums
+#endif
+constexpr int VECTORS = 2;
 constexpr int NR = VECTORS * LANES;
 constexpr int STEP = NR * 4;                      // bytes of a panel per step
 constexpr int64_t LONGEST = int64_t(1) << 17;     // terms whose sum fits int32: 128 · 64 · 2^17 = 2^30
@@ -115,24 +123,57 @@ struct Parts {
   int64_t stride = 4;  // bytes from one step of a row to the next
 };
 
+// The rows of a tile with their sums: each a member of its own, since arrays of them would live in memory.
+#if defined(DPQ_DOT)
+
+template <int rows>
+struct Strip {
+  const uint8_t* at;
+  Vector c0 = zero(), c1 = zero();
+  Strip<rows - 1> rest;
+
+  inline void begin(const uint8_t* const* from) { at = *from, rest.begin(from + 1); }
+  inline void step(int64_t offset, Vector b0, Vector b1) {
+    const Vector u = broadcast(at + offset);
+    c0 = dot(c0, u, b0), c1 = dot(c1, u, b1);
+    rest.step(offset, b0, b1);
+  }
+  inline void write(int32_t (*sum)[NR]) const { store(*sum, c0), store(*sum + LANES, c1), rest.write(sum + 1); }
+};
+
+template <>
+struct Strip<0> {
+  inline void begin(const uint8_t* const*) {}
+  inline void step(int64_t, Vector, Vector) {}
+  inline void write(int32_t (*)[NR]) const {}
+};
+
+struct Sums : Strip<MR> {
+  // `depth` steps from `offset` on
+  template <int depth>
+  inline void advance(int64_t offset, int64_t stride, const int8_t* panel) {
+#pragma GCC unroll 4
+    for (int d = 0; d < depth; d++)
+      step(offset + d * stride, load(panel + d * STEP), load(panel + d * STEP + 4 * LANES));
+  }
+};
+
+#else
+
 struct Sums {
+  const uint8_t *a0, *a1, *a2;
   Vector c00 = zero(), c01 = zero(), c10 = zero(), c11 = zero(), c20 = zero(), c21 = zero();
 
-  // `depth` steps of three rows and one panel
+  inline void begin(const uint8_t* const* from) { a0 = from[0], a1 = from[1], a2 = from[2]; }
+
   template <int depth>
-  inline void advance(const uint8_t* a0, const uint8_t* a1, const uint8_t* a2, int64_t stride, const int8_t* panel) {
-#if !defined(DPQ_DOT)
+  inline void advance(int64_t offset, int64_t stride, const int8_t* panel) {
     Vector n00, n01, n10, n11, n20, n21;
-#endif
 #pragma GCC unroll 4
     for (int d = 0; d < depth; d++) {
       Vector b0 = load(panel + d * STEP), b1 = load(panel + d * STEP + 4 * LANES);
-      const Vector u0 = broadcast(a0 + d * stride), u1 = broadcast(a1 + d * stride), u2 = broadcast(a2 + d * stride);
-#if defined(DPQ_DOT)
-      c00 = dot(c00, u0, b0), c01 = dot(c01, u0, b1);
-      c10 = dot(c10, u1, b0), c11 = dot(c11, u1, b1);
-      c20 = dot(c20, u2, b0), c21 = dot(c21, u2, b1);
-#else
+      const int64_t at = offset + d * stride;
+      const Vector u0 = broadcast(a0 + at), u1 = broadcast(a1 + at), u2 = broadcast(a2 + at);
       asm volatile("" : "+x"(b0), "+x"(b1));  // in registers: else each of three multiplications loads them anew
       const Vector p00 = _mm256_maddubs_epi16(u0, b0), p01 = _mm256_maddubs_epi16(u0, b1);
       const Vector p10 = _mm256_maddubs_epi16(u1, b0), p11 = _mm256_maddubs_epi16(u1, b1);
@@ -142,22 +183,21 @@ struct Sums {
       n20 = d ? _mm256_add_epi16(n20, p20) : p20, n21 = d ? _mm256_add_epi16(n21, p21) : p21;
       // Left alone, the compiler multiplies ahead of the additions and runs out of registers.
       asm volatile("" : "+x"(n00), "+x"(n01), "+x"(n10), "+x"(n11), "+x"(n20), "+x"(n21));
-#endif
     }
-#if !defined(DPQ_DOT)
     const Vector ones = _mm256_set1_epi16(1);
     c00 = add(c00, _mm256_madd_epi16(n00, ones)), c01 = add(c01, _mm256_madd_epi16(n01, ones));
     c10 = add(c10, _mm256_madd_epi16(n10, ones)), c11 = add(c11, _mm256_madd_epi16(n11, ones));
     c20 = add(c20, _mm256_madd_epi16(n20, ones)), c21 = add(c21, _mm256_madd_epi16(n21, ones));
-#endif
   }
 
-  inline void write(Tile& tile) const {
-    store(tile.sum[0], c00), store(tile.sum[0] + LANES, c01);
-    store(tile.sum[1], c10), store(tile.sum[1] + LANES, c11);
-    store(tile.sum[2], c20), store(tile.sum[2] + LANES, c21);
+  inline void write(int32_t (*sum)[NR]) const {
+    store(sum[0], c00), store(sum[0] + LANES, c01);
+    store(sum[1], c10), store(sum[1] + LANES, c11);
+    store(sum[2], c20), store(sum[2] + LANES, c21);
   }
 };
+
+#endif
 
 // tile = Σ over parts of rows · panel; `fixed` is the stride where the compiler shall know it, else 0
 template <int depth, int fixed>
@@ -165,20 +205,14 @@ inline void multiply(Tile& tile, const Parts& parts) {
   const int64_t stride = fixed ? fixed : parts.stride;
   Sums sums;
   for (int64_t part = 0; part < parts.count; part++) {
-    const uint8_t* const* rows = parts.rows + part * MR;
-    const uint8_t *a0 = rows[0], *a1 = rows[1], *a2 = rows[2];
+    sums.begin(parts.rows + part * MR);
     const int8_t* panel = parts.panels[part];
-    int64_t left = parts.steps;
-    for (; left >= depth; left -= depth, panel += depth * STEP) {
-      sums.advance<depth>(a0, a1, a2, stride, panel);
-      a0 += depth * stride, a1 += depth * stride, a2 += depth * stride;
-    }
-    for (; left > 0; left--, panel += STEP) {
-      sums.advance<1>(a0, a1, a2, stride, panel);
-      a0 += stride, a1 += stride, a2 += stride;
-    }
+    int64_t left = parts.steps, offset = 0;
+    for (; left >= depth; left -= depth, panel += depth * STEP, offset += depth * stride)
+      sums.advance<depth>(offset, stride, panel);
+    for (; left > 0; left--, panel += STEP, offset += stride) sums.advance<1>(offset, stride, panel);
   }
-  sums.write(tile);
+  sums.write(tile.sum);
 }
 
 template <int fixed = 4>
@@ -204,11 +238,11 @@ struct Weighted {
 template <int steps>
 inline void weigh(float (&sum)[MR][NR], const Weighted& w) {
   for (int64_t i = 0; i < w.count; i++) {
-    const int64_t at = w.samples[i] * w.next_rows;
     Sums sums;
-    sums.advance<steps>(w.rows[0] + at, w.rows[1] + at, w.rows[2] + at, w.stride, w.panels + i * steps * STEP);
+    sums.begin(w.rows);
+    sums.template advance<steps>(w.samples[i] * w.next_rows, w.stride, w.panels + i * steps * STEP);
     Tile tile;
-    sums.write(tile);
+    sums.write(tile.sum);
     const float factor = w.factors[i];
     const int32_t* offset = w.offsets + i * NR;
     for (int r = 0; r < MR; r++)
