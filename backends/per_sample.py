@@ -23,6 +23,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from dpquant_compile.backends.full import full_grad_params
 from dpquant_compile.backends.registry import SiteCall
@@ -140,7 +141,8 @@ def weighted_sum(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[in
         grad = _scaled(grad, call.output_axis, scale)
     geometry = call.geometry
     if geometry is None or geometry.groups > 1 or math.prod(grad.shape[2:]) > _FEW_PLACES:
-        like = x.new_empty(weight_shape)  # only its shape is asked for
+        # Only its shape is asked for, and its layout: one that differs from the input's would be copied.
+        like = torch.empty(weight_shape, dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
         return full_grad_params(geometry, grad, x, like, (True, False))[0]
     # On tiny maps a conv's own weight gradient is slow, and the unfolded input small.
     left = grad.movedim(1, -1).reshape(-1, weight_shape[0])

@@ -236,6 +236,26 @@ def test_a_replay_that_departs_is_stopped_and_goes_on_only_with_new_noise(tmp_pa
     assert sum(e.steps for e in third.ledger.entries if e.purpose == "training") == 3 * STEPS
 
 
+def batches_of(engine: dpq.PrivacyEngine) -> list[tuple[float, ...]]:
+    """The samples of an epoch's batches, by their first features."""
+    return [tuple(x[:, 0].tolist()) for x, _ in engine.made.loader]
+
+
+@pytest.mark.parametrize("departs", [False, True], ids=["replay=False", "another sigma"])
+def test_a_run_that_repeats_nothing_draws_other_batches(tmp_path: Path, departs: bool) -> None:
+    """Batches that came again would be counted as independent draws, which they are not."""
+    first = engine_of(tmp_path)
+    first.save_checkpoint(path=tmp_path / "c.pt")
+    drawn = batches_of(first)
+    repeated, other = engine_of(tmp_path), engine_of(tmp_path)
+    repeated.load_checkpoint(path=tmp_path / "c.pt")
+    assert batches_of(repeated) == drawn
+    other.load_checkpoint(path=tmp_path / "c.pt", replay=departs)
+    if departs:
+        other.made.optimizer.noise_multiplier = 2.0
+    assert not set(batches_of(other)) & {batch for batch in drawn if len(batch) > 2}
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_secure_mode_charges_everything_again(tmp_path: Path, on_disk: bool) -> None:
     folder = tmp_path if on_disk else None

@@ -120,10 +120,10 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
     made.noise.load_state_dict(state["noise"])
-    if not replay:
-        made.noise.renew()
     if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
         made.loader.generator.set_state(state["sampler"])
+    if not replay:
+        engine.renew()
     states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one by process, where several wrote them
     if world.rank < len(states):
         torch.set_rng_state(states[world.rank].clone())  # it reads from where the storage begins

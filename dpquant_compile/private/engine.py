@@ -317,10 +317,21 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
         """Record a release that is about to be made, before its data is read."""
         if self.ledger.departs(purpose, q=q, sigma=sigma):
-            # The noise of the recorded release must not come again with other data.
-            self.made.noise.renew()
+            self.renew()
         self._repeating = self.ledger.repeating
         self.ledger.spend(purpose, q=q, sigma=sigma)
+
+    def renew(self) -> None:
+        """Take randomness that was never used, for a run that no longer repeats a recorded one; on all processes.
+
+        The same noise on another sum would bare the difference, and batches that came again would not be the
+        independent draws that the accountant counts.
+        """
+        made = self.made
+        made.noise.renew()
+        seed = made.world.on_first(lambda: int.from_bytes(os.urandom(8), "big") >> 1)
+        if made.loader.generator is not None:
+            made.loader.generator.manual_seed(seed)
 
     def _settle(self, optimizer: PrivateOptimizer) -> None:
         """See to it that the step that is about to add noise is accounted for, with that noise."""
