@@ -142,7 +142,8 @@ def weighted_sum(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[in
     geometry = call.geometry
     if geometry is None or geometry.groups > 1 or math.prod(grad.shape[2:]) > _FEW_PLACES:
         # Only its shape is asked for, and its layout: one that differs from the input's would be copied.
-        like = torch.empty(weight_shape, dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
+        layout = torch.contiguous_format if geometry is None else suggest_memory_format(x)
+        like = torch.empty(weight_shape, dtype=x.dtype, device=x.device, memory_format=layout)
         return full_grad_params(geometry, grad, x, like, (True, False))[0]
     # On tiny maps a conv's own weight gradient is slow, and the unfolded input small.
     left = grad.movedim(1, -1).reshape(-1, weight_shape[0])

@@ -1,11 +1,13 @@
 """What `make_private` is given, checked: the module, its parameters, the loss, sizes and options."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from opacus.accountants.utils import get_noise_multiplier
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,7 @@ from dpquant_compile.spec import CompileSpec
 __all__ = [
     "check_world",
     "compiled_module",
+    "least_noise",
     "reduction_of",
     "refuse_batch_norm",
     "refuse_unknown",
@@ -118,6 +121,17 @@ def reduction_of(
             f"loss_reduction={asked!r}, but the criterion has reduction={wrapped.reduction!r}: leave loss_reduction out"
         )
     return own, wrapped
+
+
+def least_noise(target: tuple[float, float], q: float, steps: int, accountant: str) -> float:
+    """The least noise multiplier that keeps `steps` steps of training alone within (ε, δ)."""
+    with warnings.catch_warnings():
+        # The search tries multipliers for which the bound is loose; it is a bound all the same.
+        warnings.filterwarnings("ignore", message="Optimal order is the")
+        found = get_noise_multiplier(
+            target_epsilon=target[0], target_delta=target[1], sample_rate=q, steps=steps, accountant=accountant
+        )
+    return float(found)
 
 
 def roomy(data_loader: DataLoader[Any]) -> int:

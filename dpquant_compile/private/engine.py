@@ -9,7 +9,6 @@ from typing import Any
 
 import opacus
 import torch
-from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -235,16 +234,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
                 "to each run",
                 stacklevel=2,
             )
-        with warnings.catch_warnings():
-            # The search tries multipliers for which the bound is loose; it is a bound all the same.
-            warnings.filterwarnings("ignore", message="Optimal order is the")
-            multiplier = get_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                sample_rate=1 / len(data_loader),
-                steps=epochs * len(data_loader),
-                accountant=self.accountant.mechanism(),
-            )
+        target, steps = (target_epsilon, target_delta), epochs * len(data_loader)
+        multiplier = arguments.least_noise(target, 1 / len(data_loader), steps, self.accountant.mechanism())
         if self.ledger.target_epsilon is None:
             self.ledger.set_target(target_epsilon, target_delta)
         made = self.make_private(

@@ -71,6 +71,7 @@ class PrivateProgram:
         # cut would draw random numbers again in backward.
         random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes)
         cut = min_cut_rematerialization_partition if inner == "inductor" or random else default_partition
+        _tag_forward(joint, len(self.differentiable))
         # Two equal calls of a random operator are two draws, which the cut's own merging of equal nodes does not know.
         with functorch_config.patch(cse=not random):
             forward, backward = cut(
@@ -121,9 +122,12 @@ class PrivateProgram:
 
         def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
             tracing, outputs, bounds, live = run(primals)
+            results = [
+                o.detach() for o in outputs if isinstance(o, Tensor)
+            ]  # before what is backward: see _tag_forward
             sums, dropped = tracing.private(outputs, tangents, bounds, live)
             self.ways = tracing.ways
-            return [*(o.detach() for o in outputs if isinstance(o, Tensor)), *sums, dropped]
+            return [*results, *sums, dropped]
 
         with mode, _no_autocast(), torch.inference_mode(False):
             _, outputs, _, _ = run(primals)
@@ -157,6 +161,16 @@ def _share_operands(gm: fx.GraphModule) -> None:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)
     gm.recompile()
+
+
+def _tag_forward(gm: fx.GraphModule, count: int) -> None:
+    """Mark what the first `count` outputs need as forward: the plain cut would compute all of it again in backward."""
+    outputs: Any = gm.graph.output_node().args[0]
+    needed = {node for node in outputs[:count] if isinstance(node, fx.Node)}
+    for node in reversed(gm.graph.nodes):
+        if node in needed and node.op != "placeholder":
+            node.meta["partitioner_tag"] = "is_forward"
+            needed.update(node.all_input_nodes)
 
 
 def _mutates(node: fx.Node) -> bool:

@@ -161,7 +161,9 @@ class Tracing(fx.Interpreter):
             packed = torch.ops.dpquant.packed_weight(weight.detach(), *self.table, *static)
         operand = torch.ops.dpquant.round_operand(x.detach(), *self.table, "input", *static)
         self._operands[node] = operand
-        y: Tensor = torch.ops.dpquant.private_site(self._keep(node.args[0], x), *operand, weight, packed, bias, *self.table, *static)
+        y: Tensor = torch.ops.dpquant.private_site(
+            self._keep(node.args[0], x), *operand, weight, packed, bias, *self.table, *static
+        )
         return y
 
     def _keep(self, made_by: Any, x: Tensor) -> Tensor:
