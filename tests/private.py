@@ -116,10 +116,15 @@ def factors(grads: dict[str, Tensor], bound: Any, clipping: str) -> dict[str, fl
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-5) -> None:
-    """Each parameter's sum, relative to its own norm."""
+    """Each parameter's sum, relative to its own norm.
+
+    One that lies below the rounding of all together (the bias of attention's keys, whose gradient cancels to zero) is
+    compared as if it were as large as that.
+    """
+    noise = 2.0**-23 * float(torch.stack([value.double().norm() for value in expected.values()]).norm())
     for name, value in expected.items():
         if name not in actual:
             assert not value.any(), f"{name} has no private gradient"
             continue
-        error = float((actual[name] - value).norm()) / max(float(value.norm()), 1e-12)
+        error = float((actual[name] - value).norm()) / max(float(value.norm()), noise)
         assert error <= tolerance, f"{name}: off by {error:.1e}"

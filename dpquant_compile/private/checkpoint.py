@@ -116,6 +116,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
     replay = world.on_first(lambda: _load_ledger(engine, state, replay))
+    if not replay and world.on_first(lambda: engine.ledger.path is None):
+        engine.ledger.caveats += (_UNCOUNTED,)
     engine.copy_ledger()
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
@@ -136,17 +138,28 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         engine.scheduler.load_state_dict(state["scheduler"])
 
 
+_UNCOUNTED = (
+    "the run went on from a checkpoint with new noise and without a ledger on disk: releases that were made after the "
+    "checkpoint are not counted here"
+)
+
+
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
     """Go back to the ledger of a state; whether the run repeats what came after it.
 
     Another number of processes adds up in another order: the same noise on a sum with other last bits would bare the
     difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
     """
-    ledger, same = engine.ledger, state.get("world", 1) == engine.made.world.size
+    ledger, size = engine.ledger, engine.made.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
+    run, done = ledger.position
+    releases = engine.releases
+    same = state.get("world", 1) == size and not (releases and releases.went_on_elsewhere(run, done, size))
     if replay and not same and (ledger.path is None or ledger.repeating):
         ledger.load_state_dict(state["ledger"], replays=False)
         return False
+    if replay and not same and releases is not None:
+        releases.go_on(run, done, size)
     return replay
 
 

@@ -6,17 +6,19 @@ is small, and lies in one more tensor, as the bytes of a file such as one proces
 
 import io
 import os
+import pickle
+import re
 import shutil
 import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -41,7 +43,8 @@ def save_folder(world: World, path: Path, plain: Mapping[str, Any], tensors: Map
     data = world.on_first(lambda: _bytes_of({**plain, "tensors": nested}))
     parts[_PLAIN] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     folder = path.with_name(f".{path.name}.{world.on_first(lambda: uuid.uuid4().hex)}")
-    save(parts, checkpoint_id=folder)  # returns when all processes are done
+    with world.guarded("for the parts of a checkpoint"):
+        save(parts, checkpoint_id=folder)  # returns when all processes are done
     world.on_first(lambda: _place(path, folder))
 
 
@@ -50,7 +53,7 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     The folder's index is a pickle of torch's: read only checkpoints that you trust.
     """
-    reader = FileSystemReader(path)
+    reader = _Reader(path)
     found = reader.read_metadata().state_dict_metadata
     parts = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -62,6 +65,35 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         load(parts, storage_reader=reader, no_dist=True)
     plain: dict[str, Any] = torch.load(io.BytesIO(parts.pop(_PLAIN).numpy().tobytes()), weights_only=True)
     return plain, _with_tensors(plain.pop("tensors"), parts)
+
+
+class _Plain(pickle.Unpickler):
+    """Reads an index of torch's, and nothing that runs code."""
+
+    ALLOWED: ClassVar[dict[str, set[str]]] = {
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata".split()),
+            *("BytesStorageMetadata StorageMeta _MEM_FORMAT_ENCODING".split()),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+        "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.ALLOWED.get(module, ()):
+            raise CheckpointError(f"the index names {module}.{name}, which is not part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            found: Metadata = _Plain(file).load()
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
 
 
 def _bytes_of(state: Mapping[str, Any]) -> bytes:
@@ -94,6 +126,7 @@ def _with_tensors(value: Any, parts: Mapping[str, Tensor]) -> Any:
 
 def _place(path: Path, folder: Path) -> None:
     """Let `path` lead to a folder that is whole, in one step, and remove those it led to before."""
+    sync_folder(folder)  # the names in it: the old one is about to go
     link = path.with_name(f".{path.name}.link")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
@@ -102,6 +135,8 @@ def _place(path: Path, folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} is in the way of the checkpoint: {error}. Fix: choose another path") from error
     sync_folder(path.parent)
-    for other in path.parent.glob(f".{path.name}.*"):
-        if other != folder and other.is_dir():
-            shutil.rmtree(other)
+    # Those of this path alone: `.a.b.<hex>` belongs to a checkpoint named a.b, not to one named a.
+    ours = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
+    for other in path.parent.iterdir():
+        if other != folder and ours.fullmatch(other.name) and other.is_dir():
+            shutil.rmtree(other, ignore_errors=True)  # the new one is in place: what cannot go now goes next time

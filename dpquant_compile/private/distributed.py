@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from dpquant_compile.errors import DistributedError, DPQuantError
-from dpquant_compile.private.releases import fingerprint
 
 if TYPE_CHECKING:
     from dpquant_compile.private.session import Session
@@ -86,7 +85,7 @@ class World:
             except Exception as error:  # whatever it is, the others must not wait for a value
                 box[1] = error
         sent = [box[0], _portable(box[1])] if self.first else box
-        with self._guarded("to hear from rank 0"):
+        with self.guarded("to hear from rank 0"):
             dist.broadcast_object_list(sent, src=0)
         failure = box[1] or sent[1]
         if failure is not None:
@@ -99,7 +98,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._guarded("to hear from all"):
+        with self.guarded("to hear from all"):
             dist.all_gather_object(values, value)
         return values
 
@@ -111,7 +110,7 @@ class World:
         number = int.from_bytes(digest, "big")
         bounds = torch.tensor([number, -number], device=self._device)
         started = time.perf_counter()
-        with self._guarded("for the others"):
+        with self.guarded("for the others"):
             dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         self.traffic.waiting += time.perf_counter() - started
         if int(bounds[0]) == -int(bounds[1]):
@@ -132,7 +131,7 @@ class World:
             return list(tensors)
         started = time.perf_counter()
         result, running = list(tensors), []
-        with self._guarded("for sums of clipped gradients"):
+        with self.guarded("for sums of clipped gradients"):
             for places in _buckets(tensors):
                 flat = torch.cat([tensors[i].reshape(-1) for i in places])
                 running.append((places, flat, dist.all_reduce(flat, async_op=True)))
@@ -149,7 +148,7 @@ class World:
         """Overwrite tensors by those of rank 0, bit for bit."""
         if self.size == 1:
             return
-        with torch.no_grad(), self._guarded("for the parameters of rank 0"):
+        with torch.no_grad(), self.guarded("for the parameters of rank 0"):
             for places in _buckets(tensors):
                 flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
                 dist.broadcast(flat.view(torch.uint8), src=0)
@@ -164,7 +163,7 @@ class World:
         return torch.device("cpu")
 
     @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
+    def guarded(self, what: str) -> Iterator[None]:
         """Turn what a backend raises when a process is gone into an error that says what is lost and what is not."""
         try:
             yield
@@ -230,8 +229,17 @@ def described(dataset: Any) -> str:
         digest = hashlib.blake2b(repr([int(i) for i in dataset.indices]).encode(), digest_size=8).hexdigest()
         return f"Subset {digest} of {described(dataset.dataset)}"
     if isinstance(dataset, TensorDataset):
-        return f"TensorDataset {fingerprint(dataset.tensors)}"
+        return f"TensorDataset {_digest(dataset.tensors)}"
     return f"{type(dataset).__name__} of {len(dataset)}"
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    """A hash of contents in their order: `fingerprint` is the same for the same rows in any order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:

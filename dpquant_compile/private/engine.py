@@ -348,6 +348,11 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         else:
             self.release(values)
 
+    @property
+    def releases(self) -> Releases | None:
+        """The fingerprints of releases beside the ledger's file; rank 0 has them."""
+        return self._releases
+
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types: see `checkpoint`."""
         return checkpoint.state_of(self)

@@ -118,6 +118,12 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             )
         sums = self.session.release()
         call_roll(self.world, self.session, self._facts())
+        if self.world.size > 1 and self.session.by_hand:  # on all processes, as the roll has shown
+            raise PrivateTrainingError(
+                f"batches that did not come from the loader, on {self.world.size} processes: a sample that two of them "
+                "have counts twice, and the noise is for once. Fix: take batches from the loader that make_private "
+                "returned, or train on one process"
+            )
         used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
         parameters = [self.session.parameters[name] for name in used]
         grads = wide_sums(self.session, sums, used)

@@ -6,6 +6,7 @@ add the same noise to another sum, and the difference of the two would be bare. 
 a file beside the ledger, and a repetition that differs is stopped before anything uses it.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class Releases:
     def __init__(self, ledger: Path) -> None:
         self.path = ledger.with_name(f"{ledger.name}.releases")
         self._known: dict[tuple[str, int], str] = {}
+        self._worlds: set[tuple[str, int, int]] = set()  # (run, releases before, processes) of those that went on
         self._cut = False  # whether the last line lacks its end
         if self.path.exists():
             text = self.path.read_text(encoding="utf-8")
@@ -45,15 +47,31 @@ class Releases:
                 number, _, value = rest.partition(" ")
                 if number.isdigit() and len(value) == 16:
                     self._known[run, int(number)] = value
+                elif number.isdigit() and value.startswith("world ") and value[6:].isdigit():
+                    self._worlds.add((run, int(number), int(value[6:])))
+
+    def went_on_elsewhere(self, run: str, number: int, size: int) -> bool:
+        """Whether another number of processes went on with a run after its release `number`: its sums differ."""
+        return any(name == run and at >= number and other != size for name, at, other in self._worlds)
+
+    def go_on(self, run: str, number: int, size: int) -> None:
+        """Note that this number of processes goes on with a run that another had begun."""
+        self._worlds.add((run, number, size))
+        self._append(f"{run} {number} world {size}")
+
+    def _append(self, line: str) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"{chr(10) * self._cut}{line}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._cut = False
 
     def check(self, run: str, number: int, values: Sequence[Tensor]) -> None:
         """Note a release, or raise if it was made before and differs."""
         value, key = fingerprint(values), (run, number)
         if key not in self._known:
             self._known[key] = value
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{chr(10) * self._cut}{run} {number} {value}\n")
-            self._cut = False
+            self._append(f"{run} {number} {value}")
         elif self._known[key] != value:
             raise PrivateTrainingError(
                 f"this resumed run does not repeat the interrupted one: release {number} since it began has other "
