@@ -10,11 +10,13 @@ out of an exception, where the other processes wait elsewhere.
 """
 
 import hashlib
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +29,7 @@ from dpquant_compile.errors import DistributedError, DPQuantError
 if TYPE_CHECKING:
     from dpquant_compile.private.session import Session
 
-__all__ = ["Traffic", "World", "call_roll", "described", "wide_sums"]
+__all__ = ["Traffic", "World", "call_roll", "described", "init_process_group", "wide_sums"]
 
 # A bucket's sum is under way while the next one is filled; those of DistributedDataParallel are of this size too.
 BUCKET_BYTES = 25 * 2**20
@@ -35,6 +37,33 @@ BUCKET_BYTES = 25 * 2**20
 _USE = "parameters in use"
 
 T = TypeVar("T")
+
+
+def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None, **options: Any) -> None:
+    """`torch.distributed.init_process_group`, for processes that torchrun may start again.
+
+    torchrun keeps one store through all its restarts, with the addresses of the dead in it: a process that is started
+    again may dial those, and time out. Here every restart has names of its own in that store. Other options are passed
+    on; without torchrun, or with a `store` or an `init_method` of your own, it is the plain call.
+
+    It is the plain call on several nodes, too. The number of a restart is that of a node's own torchrun, and the others
+    do not count a restart that this node caused: names would differ between nodes, and they would never meet.
+    """
+    if _restarts_are_ours(options):
+        from torch.distributed.distributed_c10d import PrefixStore  # which not every build of torch has
+        from torch.distributed.rendezvous import rendezvous
+
+        given: dict[str, Any] = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
+        store, rank, size = next(rendezvous("env://", **given, **({"timeout": timeout} if timeout else {})))
+        named = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options = {**options, "init_method": None, "store": named, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **options)
+
+
+def _restarts_are_ours(options: Mapping[str, Any]) -> bool:
+    """Whether one torchrun has started all processes, and they are to meet where it says."""
+    one_node = "TORCHELASTIC_RESTART_COUNT" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return one_node and options.get("store") is None and options.get("init_method") in (None, "env://")
 
 
 @dataclass
@@ -238,7 +267,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
