@@ -53,8 +53,10 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
         from torch.distributed.distributed_c10d import PrefixStore  # which not every build of torch has
         from torch.distributed.rendezvous import rendezvous
 
-        given: dict[str, Any] = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
-        store, rank, size = next(rendezvous("env://", **given, **({"timeout": timeout} if timeout else {})))
+        asked: dict[str, Any] = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
+        if timeout is not None:
+            asked["timeout"] = timeout
+        store, rank, size = next(rendezvous("env://", **asked))
         named = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         options = {**options, "init_method": None, "store": named, "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **options)
@@ -103,24 +105,36 @@ class World:
         """Those of the samples that are this process' to work on."""
         return ids[ids % self.size == self.rank]
 
-    def on_first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every process. An error of it is raised on every process."""
+    def on_first(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every process. An error of it is raised on every process.
+
+        `what` names it, and goes with it: a process that waits for something else is out of step, a `DistributedError`.
+        """
         if self.size == 1:
             return make()
-        box: list[Any] = [None, None]
+        value: Any = None
+        failure: Exception | None = None
+        sent: list[Any] = [what, b"", None]
         if self.first:
             try:
-                box[0] = make()
+                value = make()
+                sent[1] = pickle.dumps(value)
             except Exception as error:  # whatever it is, the others must not wait for a value
-                box[1] = error
-        sent = [box[0], _portable(box[1])] if self.first else box
-        with self.guarded("to hear from rank 0"):
+                failure, sent[2] = error, _portable(error)
+        with self.guarded(f"for {what} of rank 0"):
             dist.broadcast_object_list(sent, src=0)
-        failure = box[1] or sent[1]
+        told, data, theirs = sent
+        if told != what:
+            raise DistributedError(
+                f"rank {self.rank} of {self.size} is out of step: it waits for {what} of rank 0, which has come to "
+                f"{told}. Fix: let every process go through the same loop, over the loader, to scheduler.step(), "
+                "save_checkpoint() and load_checkpoint() as often as the others, and go on from the last checkpoint"
+            )
+        failure = failure or theirs
         if failure is not None:
             raise failure
-        value: T = sent[0]
-        return value
+        result: T = value if self.first else pickle.loads(data)
+        return result
 
     def gathered(self, value: T) -> list[T]:
         """The value of every process, by rank."""
@@ -162,13 +176,13 @@ class World:
         result, running = list(tensors), []
         with self.guarded("for sums of clipped gradients"):
             for places in _buckets(tensors):
-                flat = torch.cat([tensors[i].reshape(-1) for i in places])
+                flat = self._carried(torch.cat([tensors[i].reshape(-1) for i in places]))
                 running.append((places, flat, dist.all_reduce(flat, async_op=True)))
             for places, flat, work in running:
                 assert work is not None
                 work.wait()
                 for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
-                    result[i] = part.view(tensors[i].shape)
+                    result[i] = part.view(tensors[i].shape).to(tensors[i].device)
                 self.traffic.bytes += flat.numel() * flat.element_size()
         self.traffic.moving += time.perf_counter() - started
         return result
@@ -179,11 +193,15 @@ class World:
             return
         with torch.no_grad(), self.guarded("for the parameters of rank 0"):
             for places in _buckets(tensors):
-                flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
+                flat = self._carried(torch.cat([tensors[i].detach().reshape(-1) for i in places]))
                 dist.broadcast(flat.view(torch.uint8), src=0)
                 for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
                     if not self.first:
                         tensors[i].copy_(part.view(tensors[i].shape))
+
+    def _carried(self, flat: Tensor) -> Tensor:
+        """The tensor where the backend can send it: analyses add up on the CPU."""
+        return flat.to(self._device) if self._device.type != "cpu" and not flat.is_cuda else flat
 
     @property
     def _device(self) -> torch.device:
