@@ -371,7 +371,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Read what `save_checkpoint` wrote, on any number of processes; the rest of it comes back.
 
         See `load_state_dict` for `replay`. On another number of processes sums differ in their last bits, so nothing is
-        repeated: if there may have been releases since the checkpoint, noise is new and everything counts.
+        repeated: if there may have been releases since the checkpoint, noise is new, and all counts that the ledger on
+        disk has. Without one, releases after the checkpoint are not counted, as the statement then says.
         """
         state = checkpoint.read(path)
         self.load_state_dict(state.pop("dpquant"), replay=replay)
