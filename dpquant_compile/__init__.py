@@ -8,6 +8,7 @@ from dpquant_compile.formats import Format, format_names, get_format, register_f
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.packing import decode, encode, pack4, unpack4
 from dpquant_compile.policy import Policy
+from dpquant_compile.private.distributed import init_process_group
 from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.plan import plan
@@ -41,6 +42,7 @@ __all__ = [
     "estimate_speedup",
     "format_names",
     "get_format",
+    "init_process_group",
     "measure_stages",
     "pack4",
     "plan",

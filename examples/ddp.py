@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/ddp"), help="for checkpoint and ledger; all must see it")
     args = parser.parse_args()
     if "RANK" in os.environ:  # set by torchrun
-        dist.init_process_group("gloo")
+        dpq.init_process_group()
     first = int(os.environ.get("RANK", "0")) == 0
     args.out.mkdir(parents=True, exist_ok=True)
 

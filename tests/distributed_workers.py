@@ -300,11 +300,10 @@ def resume(options: dict[str, Any], path: Path, again: Path | None = None) -> di
     engine = engine_of(**{"schedule": {}, **options})
     rest = engine.load_checkpoint(path=path)
     assert rest["note"] == "mine" and rest["extra"].tolist() == [0, 1, 2]
-    while engine.scheduler.epoch < EPOCHS:
-        epoch(engine)
+    drawn = [epoch(engine) for _ in range(engine.scheduler.epoch, EPOCHS)]
     if again is not None:
         engine.save_checkpoint(path=again)
-    return outcome(engine)
+    return {**outcome(engine), "drawn": drawn}
 
 
 def other_ledger(options: dict[str, Any], path: Path) -> None:
@@ -347,7 +346,7 @@ def collectives() -> dict[str, Any]:
     world.copy_first(tensors)
     results["copies"] = tensors
     results["share"] = world.share(torch.arange(10)).tolist()
-    results["told"] = world.on_first(lambda: ["rank", world.rank])
+    results["told"] = world.on_first("a list", lambda: ["rank", world.rank])
     results["gathered"] = world.gathered(world.rank)
 
     class OddError(Exception):  # cannot be pickled, being local
@@ -357,7 +356,7 @@ def collectives() -> dict[str, Any]:
         raise OddError("no")
 
     try:
-        world.on_first(fail)
+        world.on_first("a failure", fail)
     except Exception as error:
         results["error"] = (type(error).__name__, str(error))
     results["differing"] = world.differing({"a": 1, "b": world.rank // 2})

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import dpquant_compile as dpq
 from dpquant_compile.private import noise
 
 # The processes are forked off a server that has imported what takes seconds. It does not find files in this folder.
@@ -99,11 +100,4 @@ def settle_down() -> None:
 def meet(**options: Any) -> None:
     """Join the group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    wait = timedelta(seconds=40)
-    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        # torchrun keeps one store for all its restarts, with the addresses of the dead in it: whoever is first would
-        # dial them (pytorch#135712). A name of its own for each life keeps them apart.
-        store, rank, size = next(dist.rendezvous("env://", timeout=wait))
-        life = dist.PrefixStore(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        options |= {"store": life, "rank": rank, "world_size": size}
-    dist.init_process_group("gloo", timeout=wait, **options)
+    dpq.init_process_group(timeout=timedelta(seconds=40), **options)

@@ -108,6 +108,7 @@ def test_another_number_of_processes_repeats_nothing(kept: bool, tmp_path: Path)
     one = alone(workers.resume, options, path, folder=tmp_path)
     whole = alone(workers.whole_run, {}, folder=tmp_path)
     assert not close(one["parameters"], whole["parameters"], 1e-2)
+    assert one["drawn"][0] != whole["drawn"][1], "batches that come again are no independent draws"
     assert one["epsilon"] > whole["epsilon"] if kept else one["epsilon"] == whole["epsilon"]
 
 

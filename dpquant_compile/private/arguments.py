@@ -21,6 +21,7 @@ from dpquant_compile.private.distributed import World
 from dpquant_compile.spec import CompileSpec
 
 __all__ = [
+    "caveats",
     "check_world",
     "compiled_module",
     "least_noise",
@@ -134,13 +135,26 @@ def least_noise(target: tuple[float, float], q: float, steps: int, accountant: s
     return float(found)
 
 
-def roomy(data_loader: DataLoader[Any]) -> int:
-    """A size that a Poisson batch hardly ever passes; one that does is cut in two."""
+def roomy(data_loader: DataLoader[Any], processes: int = 1) -> int:
+    """A size that one process' share of a Poisson batch hardly ever passes; one that does is cut in two."""
     try:
-        expected = len(data_loader.dataset) / len(data_loader)  # type: ignore[arg-type]
+        expected = len(data_loader.dataset) / len(data_loader) / processes  # type: ignore[arg-type]
     except TypeError:
         return 1  # the loader's own checks say what is wrong with it
     return 8 * math.ceil((expected + 4 * math.sqrt(expected)) / 8)
+
+
+def caveats(secure: bool, poisson: bool = True) -> tuple[str, ...]:
+    """What a run's statement must say of its randomness."""
+    chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
+    shuffled = () if poisson else (chosen,)
+    if secure:
+        return shuffled
+    return (
+        *shuffled,
+        "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim "
+        "holds for those who do not; train with secure_mode=True what is to be released",
+    )
 
 
 def refuse_unknown(options: Mapping[str, Any]) -> None:

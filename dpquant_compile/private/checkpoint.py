@@ -80,6 +80,7 @@ def _small(engine: "PrivacyEngine") -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "noise_multiplier": made.optimizer.noise_multiplier,
         "max_grad_norm": made.optimizer.max_grad_norm,
+        "default_physical": made.default_physical is not None,
         "step": made.session.model.step,
         "policy": sorted(made.session.model.policy),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
@@ -102,12 +103,14 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     if missing := [key for key in wanted.split() if key not in state]:
         raise CheckpointError(f"this checkpoint is not whole: it has no {', '.join(missing)}")
     made, world = engine.made, engine.made.world
-    if world.on_first(lambda: made.noise.position) > 0:
+    if world.on_first("the place in the noise, at load_checkpoint", lambda: made.noise.position) > 0:
         raise CheckpointError(
             "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "
             "checkpoint right after make_private, into a new engine"
         )
     own, saved = config_of(engine), dict(state["config"])
+    if made.default_physical and state.get("default_physical") and state.get("world", 1) != world.size:
+        saved["max_physical_batch_size"] = made.session.physical  # nobody chose it: it goes by the number of processes
     differing = [f"{key}: {saved.get(key)!r} saved, {own[key]!r} here" for key in own if own[key] != saved.get(key)]
     if differing:
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
@@ -115,8 +118,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
-    replay = world.on_first(lambda: _load_ledger(engine, state, replay))
-    if not replay and world.on_first(lambda: engine.ledger.path is None):
+    replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
+    if not replay and world.on_first("the ledger's path, at load_checkpoint", lambda: engine.ledger.path is None):
         engine.ledger.caveats += (_UNCOUNTED,)
     engine.copy_ledger()
     made.session.model.load_state_dict(state["model"])

@@ -40,12 +40,12 @@ def save_folder(world: World, path: Path, plain: Mapping[str, Any], tensors: Map
     """
     parts: dict[str, Tensor] = {}
     nested = _without_tensors(tensors, "", parts)
-    data = world.on_first(lambda: _bytes_of({**plain, "tensors": nested}))
+    data = world.on_first("the small part of a checkpoint", lambda: _bytes_of({**plain, "tensors": nested}))
     parts[_PLAIN] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    folder = path.with_name(f".{path.name}.{world.on_first(lambda: uuid.uuid4().hex)}")
+    folder = path.with_name(f".{path.name}.{world.on_first('the name of a checkpoint', lambda: uuid.uuid4().hex)}")
     with world.guarded("for the parts of a checkpoint"):
         save(parts, checkpoint_id=folder)  # returns when all processes are done
-    world.on_first(lambda: _place(path, folder))
+    world.on_first("the place of a checkpoint", lambda: _place(path, folder))
 
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,11 +10,13 @@ out of an exception, where the other processes wait elsewhere.
 """
 
 import hashlib
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +29,7 @@ from dpquant_compile.errors import DistributedError, DPQuantError
 if TYPE_CHECKING:
     from dpquant_compile.private.session import Session
 
-__all__ = ["Traffic", "World", "call_roll", "described", "wide_sums"]
+__all__ = ["Traffic", "World", "call_roll", "described", "init_process_group", "wide_sums"]
 
 # A bucket's sum is under way while the next one is filled; those of DistributedDataParallel are of this size too.
 BUCKET_BYTES = 25 * 2**20
@@ -35,6 +37,35 @@ BUCKET_BYTES = 25 * 2**20
 _USE = "parameters in use"
 
 T = TypeVar("T")
+
+
+def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None, **options: Any) -> None:
+    """`torch.distributed.init_process_group`, for processes that torchrun may start again.
+
+    torchrun keeps one store through all its restarts, with the addresses of the dead in it: a process that is started
+    again may dial those, and time out. Here every restart has names of its own in that store. Other options are passed
+    on; without torchrun, or with a `store` or an `init_method` of your own, it is the plain call.
+
+    It is the plain call on several nodes, too. The number of a restart is that of a node's own torchrun, and the others
+    do not count a restart that this node caused: names would differ between nodes, and they would never meet.
+    """
+    if _restarts_are_ours(options):
+        from torch.distributed.distributed_c10d import PrefixStore  # which not every build of torch has
+        from torch.distributed.rendezvous import rendezvous
+
+        asked: dict[str, Any] = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
+        if timeout is not None:
+            asked["timeout"] = timeout
+        store, rank, size = next(rendezvous("env://", **asked))
+        named = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options = {**options, "init_method": None, "store": named, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **options)
+
+
+def _restarts_are_ours(options: Mapping[str, Any]) -> bool:
+    """Whether one torchrun has started all processes, and they are to meet where it says."""
+    one_node = "TORCHELASTIC_RESTART_COUNT" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return one_node and options.get("store") is None and options.get("init_method") in (None, "env://")
 
 
 @dataclass
@@ -74,24 +105,36 @@ class World:
         """Those of the samples that are this process' to work on."""
         return ids[ids % self.size == self.rank]
 
-    def on_first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every process. An error of it is raised on every process."""
+    def on_first(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every process. An error of it is raised on every process.
+
+        `what` names it, and goes with it: a process that waits for something else is out of step, a `DistributedError`.
+        """
         if self.size == 1:
             return make()
-        box: list[Any] = [None, None]
+        value: Any = None
+        failure: Exception | None = None
+        sent: list[Any] = [what, b"", None]
         if self.first:
             try:
-                box[0] = make()
+                value = make()
+                sent[1] = pickle.dumps(value)
             except Exception as error:  # whatever it is, the others must not wait for a value
-                box[1] = error
-        sent = [box[0], _portable(box[1])] if self.first else box
-        with self.guarded("to hear from rank 0"):
+                failure, sent[2] = error, _portable(error)
+        with self.guarded(f"for {what} of rank 0"):
             dist.broadcast_object_list(sent, src=0)
-        failure = box[1] or sent[1]
+        told, data, theirs = sent
+        if told != what:
+            raise DistributedError(
+                f"rank {self.rank} of {self.size} is out of step: it waits for {what} of rank 0, which has come to "
+                f"{told}. Fix: let every process go through the same loop, over the loader, to scheduler.step(), "
+                "save_checkpoint() and load_checkpoint() as often as the others, and go on from the last checkpoint"
+            )
+        failure = failure or theirs
         if failure is not None:
             raise failure
-        value: T = sent[0]
-        return value
+        result: T = value if self.first else pickle.loads(data)
+        return result
 
     def gathered(self, value: T) -> list[T]:
         """The value of every process, by rank."""
@@ -133,13 +176,13 @@ class World:
         result, running = list(tensors), []
         with self.guarded("for sums of clipped gradients"):
             for places in _buckets(tensors):
-                flat = torch.cat([tensors[i].reshape(-1) for i in places])
+                flat = self._carried(torch.cat([tensors[i].reshape(-1) for i in places]))
                 running.append((places, flat, dist.all_reduce(flat, async_op=True)))
             for places, flat, work in running:
                 assert work is not None
                 work.wait()
                 for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
-                    result[i] = part.view(tensors[i].shape)
+                    result[i] = part.view(tensors[i].shape).to(tensors[i].device)
                 self.traffic.bytes += flat.numel() * flat.element_size()
         self.traffic.moving += time.perf_counter() - started
         return result
@@ -150,11 +193,15 @@ class World:
             return
         with torch.no_grad(), self.guarded("for the parameters of rank 0"):
             for places in _buckets(tensors):
-                flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
+                flat = self._carried(torch.cat([tensors[i].detach().reshape(-1) for i in places]))
                 dist.broadcast(flat.view(torch.uint8), src=0)
                 for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
                     if not self.first:
                         tensors[i].copy_(part.view(tensors[i].shape))
+
+    def _carried(self, flat: Tensor) -> Tensor:
+        """The tensor where the backend can send it: analyses add up on the CPU."""
+        return flat.to(self._device) if self._device.type != "cpu" and not flat.is_cuda else flat
 
     @property
     def _device(self) -> torch.device:
@@ -238,7 +285,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -21,7 +21,6 @@ from dpquant_compile.private.distributed import World, described
 from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.loader import (
     Hooks,
-    MicroBatch,
     PoissonLoader,
     PrivateLoader,
     SharedUniform,
@@ -38,7 +37,11 @@ __all__ = ["Made", "PrivacyEngine"]
 
 @dataclass(frozen=True)
 class Made:
-    """The private objects of one run, and the noise it began with; `criterion` is None if none was given."""
+    """The private objects of one run, and the noise it began with; `criterion` is None if none was given.
+
+    `default_physical` is None if max_physical_batch_size was given; else the default of one process alone: schedulers
+    count in it, since ε must not hang on the number of processes.
+    """
 
     session: Session
     optimizer: PrivateOptimizer
@@ -47,6 +50,7 @@ class Made:
     criterion: PrivateCriterion | None
     noise_multiplier: float
     world: World
+    default_physical: int | None = None
 
     @property
     def sample_rate(self) -> float:
@@ -84,24 +88,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._on_disk = ledger_path is not None
         path = ledger_path if self._world.first else None
         self.ledger = Ledger(accountant, path, target_epsilon, target_delta)
-        self.ledger.caveats = self._caveats()
+        self.ledger.caveats = arguments.caveats(secure_mode)
         self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
         self.scheduler: Any = None
         self.planned_epochs: int | None = None  # those that the noise was chosen for
         self._parts: Made | None = None
         self._bits: SharedUniform | None = None  # the secure randomness of sampling that processes have in common
         self._repeating = False  # whether the last spend was one that a resumed run repeats
-
-    def _caveats(self, poisson: bool = True) -> tuple[str, ...]:
-        chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
-        shuffled = () if poisson else (chosen,)
-        if self.secure_mode:
-            return shuffled
-        return (
-            *shuffled,
-            "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim "
-            "holds for those who do not; train with secure_mode=True what is to be released",
-        )
 
     @property
     def accountant(self) -> Any:
@@ -148,7 +141,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         criterion                a loss with a `reduction`; see `PrivateCriterion`
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
                                  program is compiled for it; None takes what a batch hardly ever passes: the expected
-                                 size and four standard deviations
+                                 size and four standard deviations, of this process' share
         loss_reduction           "mean" or "sum"; None takes that of the criterion, or "mean"
         clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
         noise_generator          the noise is reproducible from this generator's next number; not in secure mode
@@ -170,17 +163,16 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         reduction, wrapped = arguments.reduction_of(criterion, loss_reduction, lambda: holder[0].rows)
         bounds = Clipping.build(clipping, max_grad_norm, list(parameters))
 
-        def listener(micro: MicroBatch | None) -> None:
-            holder[0].announce(micro)
-
         secure = self.secure_mode and poisson_sampling
         self._bits = SharedUniform() if secure and world.size > 1 else None
-        limit = arguments.roomy(data_loader) if max_physical_batch_size is None else max_physical_batch_size
+        chosen = max_physical_batch_size
+        default = arguments.roomy(data_loader) if chosen is None else None
+        limit = arguments.roomy(data_loader, world.size) if chosen is None else chosen
         loader = private_loader(
             data_loader,
             max_physical_batch_size=limit,
             poisson_sampling=poisson_sampling,
-            listener=listener,
+            listener=lambda micro: holder[0].announce(micro),
             hooks=Hooks(self._begin, self._pay, lambda: self.agree("at the end of an epoch")),
             sampler_bits=(self._bits or secure_uniform) if secure else None,
             distributed=world.size > 1,
@@ -204,9 +196,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         )
         private.attach_step_hook(self._settle)
         private.on_release = self._check_release
-        self.ledger.caveats = self._caveats(poisson_sampling)
+        self.ledger.caveats = arguments.caveats(self.secure_mode, poisson_sampling)
         session.begin()
-        self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world)
+        self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world, default)
         self.planned_epochs = None
         self._join()
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
@@ -262,13 +254,15 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         settings = {**checkpoint.config_of(self), "dataset": described(self.dataset), "policy": sorted(model.policy)}
         world.agree("in make_private", settings)
         world.copy_first([*model.parameters(), *model.buffers()])
-        model.step = world.on_first(lambda: model.step)
+        model.step = world.on_first("the step of the model, at make_private", lambda: model.step)
         self.copy_ledger()
 
     def copy_ledger(self) -> None:
         """Give every process a ledger like that of rank 0, which alone has a file."""
         world, ledger = self.made.world, self.ledger
-        target, state = world.on_first(lambda: ((ledger.target_epsilon, ledger.target_delta), ledger.state_dict()))
+        *target, state = world.on_first(
+            "the ledger", lambda: (ledger.target_epsilon, ledger.target_delta, ledger.state_dict())
+        )
         if not world.first:
             ledger.target_epsilon, ledger.target_delta = target
             ledger.load_state_dict(state, replays=True)
@@ -277,9 +271,10 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Let all processes draw the same batches in the epoch that begins."""
         made = self.made
         if self._bits is not None:
-            self._bits.take_key(made.world.on_first(lambda: os.urandom(32)))
+            self._bits.take_key(made.world.on_first("the batches of an epoch", lambda: os.urandom(32)))
         elif made.world.size > 1 and made.loader.generator is not None:
-            made.loader.generator.set_state(made.world.on_first(made.loader.generator.get_state))
+            state = made.world.on_first("the batches of an epoch", made.loader.generator.get_state)
+            made.loader.generator.set_state(state)
 
     def agree(self, when: str) -> None:
         """Raise `DistributedError` on every process unless all have the same policy, scores, ledger and parameters."""
@@ -320,7 +315,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """
         made = self.made
         made.noise.renew()
-        seed = made.world.on_first(lambda: int.from_bytes(os.urandom(8), "big") >> 1)
+        seed = made.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
         if made.loader.generator is not None:
             made.loader.generator.manual_seed(seed)
 
@@ -344,7 +339,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     def _check_release(self, values: Sequence[Tensor]) -> None:
         """`release`, by which rank 0 stops all processes where a repetition differs."""
         if self._repeating:
-            self.made.world.on_first(lambda: self.release(values))
+            self.made.world.on_first("the check of a repeated step", lambda: self.release(values))
         else:
             self.release(values)
 
@@ -376,7 +371,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Read what `save_checkpoint` wrote, on any number of processes; the rest of it comes back.
 
         See `load_state_dict` for `replay`. On another number of processes sums differ in their last bits, so nothing is
-        repeated: if there may have been releases since the checkpoint, noise is new and everything counts.
+        repeated: if there may have been releases since the checkpoint, noise is new, and all counts that the ledger on
+        disk has. Without one, releases after the checkpoint are not counted, as the statement then says.
         """
         state = checkpoint.read(path)
         self.load_state_dict(state.pop("dpquant"), replay=replay)

@@ -98,7 +98,7 @@ class Scheduler:
         self.estimator: Estimator = make_estimator(
             estimator, repetitions=repetitions, sigma=sigma_measure, clip=clip_measure
         )
-        physical, size = self.made.session.physical, self.made.loader.size
+        physical, size = self.made.default_physical or self.made.session.physical, self.made.loader.size
         self.n_sample = n_sample if n_sample is not None else self._default_samples(physical)
         self.sample_rate = min(1.0, self.n_sample / math.ceil(size / physical))
         self._check()
@@ -163,7 +163,7 @@ class Scheduler:
         return self._measures and more and self._state.epoch % self.n_interval == 0
 
     def _choose(self, *, analysed: bool) -> None:
-        chosen = self.world.on_first(self._chosen)
+        chosen = self.world.on_first("the policy of an epoch", self._chosen)
         sites = sorted({site for name in chosen for site in self.policies[name]})
         policy, ledger = self.made.session.model.set_policy(sites), self.engine.ledger
         record = EpochRecord(
@@ -223,7 +223,7 @@ class Scheduler:
             return values
 
         # Noise is drawn on rank 0, once.
-        for name, value in zip(self.policies, self.world.on_first(noised), strict=True):
+        for name, value in zip(self.policies, self.world.on_first("the scores of an analysis", noised), strict=True):
             self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
         self._state.analyses += 1
 
@@ -237,7 +237,7 @@ class Scheduler:
             made.session.physical,
             setting.groups,
             self._unpack,
-            share=lambda draw: world.share(world.on_first(draw)),
+            share=lambda draw: world.share(world.on_first("the samples of an analysis", draw)),
         )
 
     def _uniform(self) -> Callable[[int], torch.Tensor]:
