@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from dpquant_compile.backends.full import full_grad_params
+from dpquant_compile.backends.native import scratch
 from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.quantize import to_samples
 from dpquant_compile.sites import BatchAxis, ConvGeometry
@@ -147,8 +148,10 @@ def weighted_sum(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[in
         return full_grad_params(geometry, grad, x, like, (True, False))[0]
     # On tiny maps a conv's own weight gradient is slow, and the unfolded input small.
     left = grad.movedim(1, -1).reshape(-1, weight_shape[0])
-    right = _unfold(x, geometry, weight_shape[2:]).flatten(2).flatten(0, 1)
-    return as_weight(left.t() @ right, weight_shape)
+    right = (
+        _unfold(x, geometry, weight_shape[2:]).transpose(-1, -2).reshape(left.shape[0], -1)
+    )  # by channel, then by tap
+    return (left.t() @ right).reshape(weight_shape)
 
 
 _FEW_PLACES = 4
@@ -259,7 +262,10 @@ def _chunks(call: SiteCall, x: Tensor, grad: Tensor, weight_shape: tuple[int, ..
 
 
 def _unfold(x: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...]) -> Tensor:
-    """[B, T, taps, C] of images [B, C, *spatial]; whole pixels are copied, which lie densely in channels-last."""
+    """[B, T, taps, C] of images [B, C, *spatial]; whole pixels are copied, which lie densely in channels-last.
+
+    On the CPU the next call writes over the result: see `scratch`.
+    """
     rows = x.movedim(1, -1).contiguous()
     if any(geometry.padding):
         rows = F.pad(rows, [0, 0, *(p for padding in reversed(geometry.padding) for p in (padding, padding))])
@@ -272,7 +278,10 @@ def _unfold(x: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...]) -> Tenso
     taps = [s * dilation for s, dilation in zip(strides, geometry.dilation, strict=True)]
     shape = (rows.shape[0], *sizes, *kernel, rows.shape[-1])
     view = rows.as_strided(shape, (rows.stride(0), *steps, *taps, rows.stride(-1)))
-    return view.reshape(rows.shape[0], math.prod(sizes), math.prod(kernel), rows.shape[-1])
+    size = (rows.shape[0], math.prod(sizes), math.prod(kernel), rows.shape[-1])
+    if rows.device.type != "cpu" or rows.dtype != torch.float32:
+        return view.reshape(size)
+    return scratch("unfolded", *shape).copy_(view).view(size)
 
 
 def trimmed(geometry: ConvGeometry, map_shape: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[slice, ...] | None:

@@ -143,37 +143,6 @@ def round_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return codes, unit
 
 
-@_operator("kept_input", "(Tensor x, Tensor policy, int[] sites) -> Tensor")
-def kept_input(x: Tensor, policy: Tensor, sites: Sequence[int]) -> Tensor:
-    """The input of these sites as they are given it: a copy, or where all of them read codes a stand-in of its shape.
-
-    A program whose sites took the input itself would hold it for backward, in float32 and beside the codes.
-    """
-    if not all(policy[site].item() for site in sites):
-        return x.clone()
-    shape, strides, size = _laid_out(tuple(x.shape), x.stride())
-    return _room(size, x.dtype, x.device).as_strided(shape, strides)
-
-
-@lru_cache(maxsize=4096)
-def _laid_out(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and number of elements of a copy of such a tensor."""
-    copy = torch.empty_like(torch.empty_strided(shape, strides, device="meta"))
-    return shape, copy.stride(), copy.untyped_storage().nbytes() // copy.element_size()
-
-
-_ROOMS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-
-def _room(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that all stand-ins share, since nobody reads or writes it: pages that are not touched take no place."""
-    held = _ROOMS.get((dtype, device))
-    if held is None or held.numel() < size:
-        with torch.inference_mode(False):
-            held = _ROOMS[dtype, device] = torch.empty(size, dtype=dtype, device=device)
-    return held
-
-
 @_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {_TABLE}, {_STATIC}) -> Tensor")
 def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, *rest: Any) -> Tensor:
     """`dpquant::site` with operands that are rounded already."""
@@ -271,11 +240,6 @@ def _fake_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return codes, unit
 
 
-@_fake("kept_input")
-def _fake_kept(x: Tensor, policy: Tensor, sites: Sequence[int]) -> Tensor:
-    return torch.empty_like(x)
-
-
 @_fake("private_site")
 def _fake_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
     shape = output_shape(tuple(x.shape), tuple(weight.shape), _spec(rest).geometry)
@@ -341,5 +305,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("dpquant::private_site", _backward, setup_context=_save, lib=_LIBRARY)
-# A stand-in passes gradients on as the input would.
-torch.library.register_autograd("dpquant::kept_input", lambda ctx, grad: (grad, None, None), lib=_LIBRARY)

@@ -1,6 +1,6 @@
 """The figures of docs/evidence.md, from the tables in experiments/results.
 
-    python experiments/figures.py --results experiments/results --out docs/assets
+python experiments/figures.py --results experiments/results --out docs/assets
 """
 
 import argparse

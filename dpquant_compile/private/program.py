@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.backends.aot import Recorder, compile_graph
+from dpquant_compile.private.savings import find_savings
 from dpquant_compile.private.trace import Plan, Tracing
 from dpquant_compile.private.uses import read_attribute
 
@@ -77,6 +78,7 @@ class PrivateProgram:
             forward, backward = cut(
                 joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
             )
+        self._savings = find_savings(backward)
         self._forward = compile_graph(forward, "private forward", inner, recorder)
         self._backward = compile_graph(backward, "private backward", inner, recorder)
 
@@ -85,7 +87,9 @@ class PrivateProgram:
         with _no_autocast():
             results = self._forward(self._flat(inputs))
         count = len(self.differentiable)
-        return list(results[:count]), list(results[count:])
+        outputs, saved = list(results[:count]), list(results[count:])
+        self._savings.let_go(saved, inputs.table[0])
+        return outputs, saved
 
     def run_backward(self, saved: list[Any], tangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The clipped sums and the count of samples left out; empties `saved`, so that memory is freed on the way."""

@@ -119,7 +119,6 @@ class Tracing(fx.Interpreter):
         self.plan = plan
         self.attributes, self.packed, self.table = attributes, packed, table
         self._operands: dict[fx.Node, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[fx.Node, Tensor] = {}  # inputs of sites, by the node that made them
         self._frontier = {use.node for use in plan.uses.uses}
         self.ways: tuple[tuple[str, str, str], ...] = ()
 
@@ -161,19 +160,8 @@ class Tracing(fx.Interpreter):
             packed = torch.ops.dpquant.packed_weight(weight.detach(), *self.table, *static)
         operand = torch.ops.dpquant.round_operand(x.detach(), *self.table, "input", *static)
         self._operands[node] = operand
-        y: Tensor = torch.ops.dpquant.private_site(
-            self._keep(node.args[0], x), *operand, weight, packed, bias, *self.table, *static
-        )
+        y: Tensor = torch.ops.dpquant.private_site(x, *operand, weight, packed, bias, *self.table, *static)
         return y
-
-    def _keep(self, made_by: Any, x: Tensor) -> Tensor:
-        """The input of sites as they and backward read it: nothing, as long as all of them are in low precision."""
-        if made_by.op == "placeholder":  # the batch is there in any case
-            return x
-        if made_by not in self._kept:
-            sites = [row for n in made_by.users if n.args[0] is made_by and (row := self.plan.row(n)) is not None]
-            self._kept[made_by] = torch.ops.dpquant.kept_input(x, self.table[0], sites)
-        return self._kept[made_by]
 
     def private(
         self, outputs: Sequence[Any], tangents: Sequence[Tensor], bounds: Tensor, live: Tensor
@@ -208,9 +196,6 @@ class Tracing(fx.Interpreter):
         static = self.plan.static(use.node)
         detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         method, operand = self._method(use, constant, grad), self._operands.get(use.node)
-        if operand is not None:
-            kept = self._kept.get(use.node.args[0])  # type: ignore[call-overload]
-            detached["input"] = detached["input"] if kept is None else kept.detach()
         return UseValues(detached, constant, grad, self.plan.batch, self.table, static, method, operand)
 
     def _method(self, use: Use, constant: Tensor, grad: Tensor) -> str:

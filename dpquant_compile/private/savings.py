@@ -1,0 +1,66 @@
+"""Savings: what a program's forward keeps for backward, less the float32 inputs of sites that have kept codes.
+
+Which sites read codes is the policy's to say, and so not known when a program is compiled: it saves the inputs of all
+of them. When forward has returned, those that backward will not look at are let go, and stand-ins take their places.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = ["Savings", "find_savings"]
+
+# Operators that are given a site's input twice, as numbers and as codes, and read one of them.
+_READERS = frozenset(
+    getattr(torch.ops.dpquant, name).default
+    for name in ("sample_norms", "sample_grads", "weighted_grad", "sample_factors")
+)
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Places in the list of saved tensors that only certain sites read, with the rows of those sites."""
+
+    places: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def let_go(self, saved: list[Any], policy: Tensor) -> None:
+        """Replace what this policy leaves unread by stand-ins of the same shape and layout that hold nothing."""
+        low = policy.tolist() if self.places else []
+        for place, sites in self.places:
+            if all(low[site] for site in sites):
+                saved[place] = _stand_in(saved[place])
+
+
+def find_savings(backward: fx.GraphModule) -> Savings:
+    """See which of the tensors that backward is given are inputs of sites and nothing else.
+
+    The output of a ReLU is not, since backward asks where it was positive. To save that by itself, as a byte for each
+    element, makes Inductor's loops slower by more than the memory is worth: see docs/performance.md.
+    """
+    given = enumerate(backward.graph.find_nodes(op="placeholder"))
+    return Savings(tuple((place, sites) for place, node in given if (sites := _sites(node))))
+
+
+def _sites(node: fx.Node) -> tuple[int, ...]:
+    """The rows of the sites whose input this is; none if anything else reads it."""
+    rows = []
+    for user in node.users:
+        if user.target not in _READERS or any(argument is node for argument in user.args[1:]):
+            return ()
+        rows.append(int(user.args[-5]))  # type: ignore[arg-type]  # see _STATIC in backends/private_ops.py
+    return tuple(rows) if rows and min(rows) >= 0 else ()
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """A tensor of this shape and layout in memory that all stand-ins share: nobody reads it, so it takes no place."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    held = _ROOMS.get((x.dtype, x.device))
+    if held is None or held.numel() < size:
+        with torch.inference_mode(False):
+            held = _ROOMS[x.dtype, x.device] = torch.empty(size, dtype=x.dtype, device=x.device)
+    return held.as_strided(x.shape, x.stride())
+
+
+_ROOMS: dict[tuple[torch.dtype, torch.device], Tensor] = {}
