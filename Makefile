@@ -36,7 +36,7 @@ docs: $(STAMP)
 
 # Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained.
 RUNS := out/evidence
-SWEEPS := degradation schedules_digits variations $(if $(DATA),schedules_gtsrb)
+SWEEPS := degradation schedules_digits variations $(if $(DATA),schedules_gtsrb schedules_cifar10 variations_gtsrb)
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
 	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \
@@ -45,6 +45,13 @@ evidence: $(STAMP)
 	@set -e; for name in estimator_ranks gradient_norms training_signal; do \
 	  $(BIN)/python experiments/$$name.py --recipe cnn-digits --out $(RUNS)/$${name}_digits.json; \
 	done
+ifdef DATA
+	$(BIN)/python experiments/estimator_ranks.py --recipe cnn-gtsrb-small --data $(DATA) --at 2 4 --oracle 4 --repeats 4 \
+	  --out $(RUNS)/estimator_ranks_gtsrb.json
+	$(BIN)/python experiments/training_signal.py --recipe cnn-gtsrb-small --data $(DATA) \
+	  --out $(RUNS)/training_signal_gtsrb.json
+endif
+	$(BIN)/python experiments/figures.py --results $(RUNS) --out $(RUNS)
 
 clean:
 	rm -rf .venv out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """The experiments behind docs/evidence.md: grids that expand, scripts that run, results that are there."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -30,7 +31,24 @@ def test_a_grid_expands_to_runs_with_enough_seeds(path: Path) -> None:
 
 
 def test_every_script_has_a_smoke_run() -> None:
-    assert set(TINY) == {path.name for path in FOLDER.glob("*.py")}
+    assert {*TINY, "figures.py"} == {path.name for path in FOLDER.glob("*.py")}
+
+
+def test_the_figures_are_those_of_the_results(tmp_path: Path) -> None:
+    command = [sys.executable, FOLDER / "figures.py", "--results", FOLDER / "results", "--out", tmp_path]
+    subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True)
+    for name in ("evidence_schedules.svg", "evidence_ranks.svg"):
+        assert "<svg" in (tmp_path / name).read_text() and (ROOT / "docs" / "assets" / name).exists()
+
+
+def test_accuracies_in_the_document_are_rows_of_the_results() -> None:
+    """A table that `dpquant report` made is copied, not typed."""
+    known = {line for path in FOLDER.glob("results/*.md") for line in path.read_text("utf-8").splitlines()}
+    lines = (ROOT / "docs" / "evidence.md").read_text("utf-8").splitlines()
+    heads = [i for i, line in enumerate(lines) if "accuracy, full precision (%)" in line]
+    rows = [line for i in heads for line in itertools.takewhile(lambda text: text.startswith("|"), lines[i:])]
+    assert len(rows) > 10
+    assert [row for row in rows if row not in known] == []
 
 
 @pytest.mark.slow
