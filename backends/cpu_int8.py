@@ -72,7 +72,7 @@ class Int8Site:
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         shapes = _shapes(x, weight, call)
         operands = self.operand(x, "input", call, streams), self.operand(grad, "grad_output", call, streams)
-        return self.weighted_grad(*operands, torch.ones(shapes.batch), shapes, call, streams)
+        return self.weighted_grad(*operands, torch.ones(shapes.batch, dtype=torch.float32), shapes, call, streams)
 
     # Operands
 
@@ -161,7 +161,8 @@ class Int8Site:
         plan = plan_of(shapes, call)
         if plan.sizes.pixels > _LONGEST:
             return self._dense.sample_grads(*self._values(x, grad, shapes, call), shapes, call, streams)
-        out = torch.empty(shapes.batch, plan.sizes.features, math.prod(shapes.weight[1:]))
+        sizes = (shapes.batch, plan.sizes.features, math.prod(shapes.weight[1:]))
+        out = torch.empty(sizes, dtype=torch.float32)
         codes, table = self._read(x.codes, plan), plan.read_table
         native.load()("sample_grads", plan.read_problem, codes, grad.codes, table.source, x.unit, grad.unit, out)
         return out
@@ -178,7 +179,7 @@ class Int8Site:
         scales = factors.to(torch.float32).contiguous(), x.unit, grad.unit
         if plan.sizes.pixels <= _SHORT:
             return self._weighted_by_tap(x.codes, grad.codes, scales, plan)
-        out, codes = torch.empty(shapes.weight), self._read(x.codes, plan)
+        out, codes = torch.empty(shapes.weight, dtype=torch.float32), self._read(x.codes, plan)
         native.load()("weighted", plan.read_problem, codes, grad.codes, plan.read_table.source, *scales, out)
         return as_weight(out.flatten(1), shapes.weight) if plan.packing.unfolds else out
 
@@ -219,7 +220,7 @@ class Int8Site:
         load("tap_rows", plan.problem, x, grad, plan.table.source, *scales, left, right)
         whole = sizes.taps == 1 and len(plan.tap_rows) == 1
         shape = (len(plan.tap_rows), sizes.groups, sizes.features // sizes.groups, weight[1])
-        grads = torch.empty(shape) if whole else native.scratch("grads", *shape)
+        grads = torch.empty(shape, dtype=torch.float32) if whole else native.scratch("grads", *shape)
         for place, (_, start, end) in enumerate(plan.tap_rows):
             if sizes.groups == 1:
                 torch.mm(left[start:end].t(), right[start:end], out=grads[place, 0])
@@ -229,7 +230,7 @@ class Int8Site:
                 torch.bmm(first.transpose(1, 2), second, out=grads[place])
         if whole:
             return grads.view(weight)
-        out = torch.empty(weight)
+        out = torch.empty(weight, dtype=torch.float32)
         load("taps_last", grads, plan.tap_places, sizes.features * weight[1], sizes.taps, out)
         return out
 

@@ -158,10 +158,11 @@ def _joined(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
 def empty_samples(shape: tuple[int, ...], axis: BatchAxis, conv: bool) -> Tensor:
     """Room for what the C++ writes. A conv's has the shape already, channels-last; a linear's is in sample view."""
     if not conv:
-        return torch.empty(_sample_shape(shape, axis))
+        return torch.empty(_sample_shape(shape, axis), dtype=torch.float32)
     if len(shape) == 3:
-        return torch.empty(shape[0], shape[2], shape[1]).transpose(1, 2)
-    return torch.empty(shape, memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+        return torch.empty((shape[0], shape[2], shape[1]), dtype=torch.float32).transpose(1, 2)
+    layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.empty(shape, dtype=torch.float32, memory_format=layout)
 
 
 @lru_cache(maxsize=4096)

@@ -89,7 +89,7 @@ def scratch(name: str, *shape: int) -> Tensor:
     size, held = math.prod(shape), _SCRATCH.__dict__
     if name not in held or held[name].numel() < size:
         with torch.inference_mode(False):  # its tensors could not be written to elsewhere
-            held[name] = torch.empty(size, device="cpu")
+            held[name] = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever the default is
     room: Tensor = held[name][:size]
     return room.view(shape)
 

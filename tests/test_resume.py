@@ -256,6 +256,22 @@ def test_a_run_that_repeats_nothing_draws_other_batches(tmp_path: Path, departs:
     assert not set(batches_of(other)) & {batch for batch in drawn if len(batch) > 2}
 
 
+def test_workers_that_drew_ahead_stop_a_run_that_departs(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path)
+    engine.made.loader.draws_ahead = True
+    with pytest.raises(PrivateTrainingError, match="num_workers=0"):
+        engine.renew()
+
+
+def test_what_is_not_counted_stays_said() -> None:
+    first = engine_of()
+    again, third = engine_of(), engine_of()
+    again.load_state_dict(first.state_dict(), replay=False)
+    third.load_state_dict(again.state_dict())
+    for engine in (again, third):
+        assert "are not counted here" in engine.ledger.statement(DELTA)
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_secure_mode_charges_everything_again(tmp_path: Path, on_disk: bool) -> None:
     folder = tmp_path if on_disk else None

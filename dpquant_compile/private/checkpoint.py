@@ -74,6 +74,7 @@ def _small(engine: "PrivacyEngine") -> dict[str, Any]:
         "version": VERSION,
         "config": config_of(engine),
         "world": made.world.size,
+        "uncounted": _UNCOUNTED in engine.ledger.caveats,
         "ledger": engine.ledger.state_dict(),
         "noise": made.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
@@ -119,7 +120,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
     replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
-    if not replay and world.on_first("the ledger's path, at load_checkpoint", lambda: engine.ledger.path is None):
+    no_file = world.on_first("the ledger's path, at load_checkpoint", lambda: engine.ledger.path is None)
+    if state.get("uncounted") or (no_file and not replay):
         engine.ledger.caveats += (_UNCOUNTED,)
     engine.copy_ledger()
     made.session.model.load_state_dict(state["model"])

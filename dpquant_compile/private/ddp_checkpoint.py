@@ -78,6 +78,7 @@ class _Plain(pickle.Unpickler):
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
         "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+        "pathlib._local": {"PosixPath"},  # from Python 3.13 on
         "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     }
 

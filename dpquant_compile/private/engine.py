@@ -314,6 +314,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         independent draws that the accountant counts.
         """
         made = self.made
+        made.loader.check_not_ahead()
         made.noise.renew()
         seed = made.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
         if made.loader.generator is not None:

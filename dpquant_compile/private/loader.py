@@ -231,6 +231,7 @@ class PrivateLoader(DataLoader[Any]):
         self._listener = listener
         self._turn = 0  # the number of iterators made so far
         self._running = False  # the newest of them has begun and not ended
+        self.draws_ahead = False  # workers have batches that the loop has not asked for yet
         kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
         # By name: in `PoissonLoader`, super() is DPDataLoader, which would make a sampler of its own.
         DataLoader.__init__(
@@ -256,6 +257,7 @@ class PrivateLoader(DataLoader[Any]):
             self._hooks.begins()
             self._hooks.before()
             batches = super().__iter__()
+            self.draws_ahead = self.num_workers > 0
             queue, left = self._splitter.queue, self._splitter.steps - 1
             for batch in batches:
                 micro = queue.popleft()
@@ -270,6 +272,14 @@ class PrivateLoader(DataLoader[Any]):
             if turn == self._turn:  # else the iter() that came after has said so
                 self._end()
 
+    def check_not_ahead(self) -> None:
+        """Refuse to go on with other randomness while workers hold batches that were drawn with what was."""
+        if self.draws_ahead:
+            raise PrivateTrainingError(
+                "this resumed run departs from the recorded one in the middle of an epoch, when the loader's workers "
+                "have drawn batches ahead that would come twice. Fix: change settings between epochs, or num_workers=0"
+            )
+
     def _check(self, turn: int) -> None:
         if turn != self._turn:
             raise PrivateTrainingError(
@@ -280,7 +290,7 @@ class PrivateLoader(DataLoader[Any]):
 
     def _end(self) -> None:
         if self._running:
-            self._running = False
+            self._running = self.draws_ahead = False
             self._listener(None)
 
 

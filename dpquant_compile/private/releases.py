@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.private.files import sync_folder
 
 __all__ = ["Releases", "fingerprint"]
 
@@ -60,10 +61,13 @@ class Releases:
         self._append(f"{run} {number} world {size}")
 
     def _append(self, line: str) -> None:
+        new = not self.path.exists()
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{chr(10) * self._cut}{line}\n")
             file.flush()
             os.fsync(file.fileno())
+        if new:
+            sync_folder(self.path.parent)
         self._cut = False
 
     def check(self, run: str, number: int, values: Sequence[Tensor]) -> None:
