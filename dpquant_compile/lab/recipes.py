@@ -17,9 +17,9 @@ from dpquant_compile.lab.models import DigitsNet, SmallNet, bert, from_torchvisi
 __all__ = ["TrainRecipe", "get_recipe", "recipe_names", "register_recipe"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainRecipe:
-    """What `dpquant train NAME` trains.
+    """What `dpquant train NAME` trains. Equal to itself alone, so that it can be the key of what was made of it.
 
     model     builds the model; it is given the folder with the data, where a local copy of weights may lie
     data      reads the data from a folder; None is the network, or a package

@@ -21,7 +21,7 @@ from dpquant_compile.errors import LabError
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.models import seeded
-from dpquant_compile.lab.recipes import get_recipe
+from dpquant_compile.lab.recipes import TrainRecipe, get_recipe
 from dpquant_compile.lab.results import RESULT, EpochRow, RunResult, read_run, write_run
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.policy import resolve_budget
@@ -71,7 +71,7 @@ class Run:
         self.config, self.folder = config, folder
         self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
         self.rows: list[EpochRow] = []
-        self.split = _data(config.recipe, config.data)
+        self.split = _data(get_recipe(config.recipe), config.data)
         assert config.max_grad_norm is not None  # recipes say which
         private = config.privacy == "dp"
         noise = _noise(config, len(self.split.train_x)) if private else 0.0
@@ -242,32 +242,31 @@ class Run:
 
 
 @lru_cache(maxsize=2)
-def _data(recipe: str, folder: str | None) -> Split:
+def _data(recipe: TrainRecipe, folder: str | None) -> Split:
     path = None if folder is None else Path(folder)
     if path is not None and not path.is_dir():
         raise LabError(f"data={folder!r} is no folder")
-    return get_recipe(recipe).data(path)
+    return recipe.data(path)
 
 
 @lru_cache(maxsize=2)
-def _compiled(recipe: str, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
+def _compiled(recipe: TrainRecipe, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
     """A recipe's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
-    chosen = get_recipe(recipe)
-    model = chosen.model(None if folder is None else Path(folder))
+    model = recipe.model(None if folder is None else Path(folder))
     example = _data(recipe, folder).train_x[:2]
     return compile_model(
         model,
         budget=0,
         format=number_format,
         quantize_outputs=outputs,
-        inner=chosen.inner,
+        inner=recipe.inner,
         example_inputs=(example,),
     )
 
 
 def _fresh(config: RunConfig) -> CompiledModule:
     """The compiled model as a run of this seed begins: new weights, and rounding bits of its own."""
-    model = _compiled(config.recipe, config.data, config.format, config.quantize_outputs)
+    model = _compiled(get_recipe(config.recipe), config.data, config.format, config.quantize_outputs)
     folder = None if config.data is None else Path(config.data)
     model.load_state_dict(seeded(partial(get_recipe(config.recipe).model, folder), config.seed).state_dict())
     # Bits are drawn by step, among others; runs that begin this far apart never use the same.
