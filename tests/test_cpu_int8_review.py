@@ -1,5 +1,7 @@
 """Faults that a review of the int8 backend found: nothing that cancels, overflows or underflows gets past clipping."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,3 +134,18 @@ def test_an_empty_map_has_a_unit() -> None:
     streams = Streams(site_keys(0, 0, ("a",)), torch.arange(2))
     operand: Operand = cpu_int8.CPU_INT8.arithmetic.operand(torch.zeros(2, 0, 4), "input", CALL, streams)
     assert operand.unit.isfinite().all()
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    """The C++ writes float32, whatever a tensor made without a dtype would be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 36, 5)).float()
+    x, found = torch.randn(3, 4, 6, 6), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            compiled, _, _ = made_private(copy.deepcopy(model), 3, policy="all", backend="auto", inner="eager")
+            found.append(clipped_sums(compiled, [x]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found[0] and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
