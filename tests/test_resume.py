@@ -258,9 +258,14 @@ def test_a_run_that_repeats_nothing_draws_other_batches(tmp_path: Path, departs:
 
 def test_workers_that_drew_ahead_stop_a_run_that_departs(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
-    engine.made.loader.draws_ahead = True
+    loader = engine.made.loader
+    loader.num_workers, loader.prefetch_factor = 1, 2
+    batches = iter(loader)
+    next(batches)
     with pytest.raises(PrivateTrainingError, match="num_workers=0"):
         engine.renew()
+    list(batches)
+    engine.renew()  # between epochs nothing is drawn ahead
 
 
 def test_what_is_not_counted_stays_said() -> None:
