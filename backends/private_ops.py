@@ -21,7 +21,7 @@ from dpquant_compile.backends.ops import output_shape, plain_dtypes, site_call, 
 from dpquant_compile.backends.per_sample import wide_dtype
 from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
 
-__all__ = ["channels_last", "empty_packed", "pack_weight"]
+__all__ = ["channels_last", "define_fake", "define_operator", "empty_packed", "pack_weight"]
 
 # What all operators end on: the link table, then what is fixed about the call.
 _TABLE = "Tensor policy, Tensor keys, Tensor samples"
@@ -32,7 +32,7 @@ _GRAD = "Tensor grad, Tensor? grad_codes, Tensor? grad_unit"
 _LIBRARY = torch.library.Library("dpquant", "FRAGMENT")
 
 
-def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def define_operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Define an operator. Not by `custom_op`: these run a hundred times a step, and its wrappers cost as much again."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,7 +44,9 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable
     return register
 
 
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def define_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say what an operator's results look like, for tracing."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(f"dpquant::{name}", function, lib=_LIBRARY)
         return function
@@ -119,7 +121,7 @@ class _Call:
         return FULL_SITE if self.low is None else self.low
 
 
-@_operator("packed_weight", f"(Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
+@define_operator("packed_weight", f"(Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
 def packed_weight(weight: Tensor, *rest: Any) -> Tensor:
     """`pack_weight` for a weight that forward computes of parameters, and so cannot be packed before it."""
     this = _Call(rest[:3], rest[3:], weight.device)
@@ -128,7 +130,7 @@ def packed_weight(weight: Tensor, *rest: Any) -> Tensor:
     return pack_weight(weight, this.keys, this.spec).clone(memory_format=torch.contiguous_format)
 
 
-@_operator("round_operand", f"(Tensor x, {_TABLE}, str role, {_STATIC}) -> (Tensor, Tensor)")
+@define_operator("round_operand", f"(Tensor x, {_TABLE}, str role, {_STATIC}) -> (Tensor, Tensor)")
 def round_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """An input or an output gradient as the kernel of the recipe keeps it; `role` says which."""
     role, static = rest[3], rest[4:]
@@ -143,7 +145,7 @@ def round_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return codes, unit
 
 
-@_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {_TABLE}, {_STATIC}) -> Tensor")
+@define_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {_TABLE}, {_STATIC}) -> Tensor")
 def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, *rest: Any) -> Tensor:
     """`dpquant::site` with operands that are rounded already."""
     this = _Call(rest[:3], rest[3:], x.device)
@@ -157,7 +159,9 @@ def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, 
     return y.to(weight.dtype).contiguous(memory_format=this.layout)
 
 
-@_operator("private_grad_input", f"({_GRAD}, Tensor weight, Tensor? packed, {_TABLE}, int[] size, {_STATIC}) -> Tensor")
+@define_operator(
+    "private_grad_input", f"({_GRAD}, Tensor weight, Tensor? packed, {_TABLE}, int[] size, {_STATIC}) -> Tensor"
+)
 def private_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, *rest: Any) -> Tensor:
     """The gradient of a site's input, whose shape is `size`."""
     this = _Call(rest[:3], rest[4:], grad.device)
@@ -174,7 +178,7 @@ def private_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, pack
     return dx.to(weight.dtype).contiguous(memory_format=this.layout)
 
 
-@_operator("sample_norms", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, str method, {_STATIC}) -> Tensor")
+@define_operator("sample_norms", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, str method, {_STATIC}) -> Tensor")
 def sample_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
     """‖Gᵢ‖² [B] of the weight's per-sample gradients, never less than what the weighted sum takes of a sample."""
     weight, table, method, static = rest[0], rest[1:4], rest[4], rest[5:]
@@ -186,7 +190,7 @@ def sample_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g
     return norms.to(wide_dtype(weight))
 
 
-@_operator("sample_grads", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
+@define_operator("sample_grads", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
 def sample_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
     """Gᵢ by tap, [B, N, taps · C]: for weights so small, or used so, that they are better kept."""
     weight, table, static = rest[0], rest[1:4], rest[4:]
@@ -197,7 +201,7 @@ def sample_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g
     return found.to(wide_dtype(weight)).contiguous()
 
 
-@_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {_TABLE}, {_STATIC}) -> Tensor")
+@define_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {_TABLE}, {_STATIC}) -> Tensor")
 def weighted_grad(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
     """Σᵢ factorᵢ Gᵢ, leaving samples out whose factor is NaN."""
     weight, factors, table, static = rest[0], rest[1], rest[2:5], rest[5:]
@@ -209,7 +213,7 @@ def weighted_grad(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, 
     return total.to(wide_dtype(weight)).contiguous()
 
 
-@_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> (Tensor, Tensor)")
+@define_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> (Tensor, Tensor)")
 def sample_factors(
     x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -226,12 +230,12 @@ def sample_factors(
 # Shapes and layouts, for tracing
 
 
-@_fake("packed_weight")
+@define_fake("packed_weight")
 def _fake_packed(weight: Tensor, *rest: Any) -> Tensor:
     return empty_packed(weight, _spec(rest))
 
 
-@_fake("round_operand")
+@define_fake("round_operand")
 def _fake_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     spec = _spec(rest)
     axis = spec.axis if rest[3] == "input" else spec.output_axis
@@ -240,34 +244,34 @@ def _fake_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return codes, unit
 
 
-@_fake("private_site")
+@define_fake("private_site")
 def _fake_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
     shape = output_shape(tuple(x.shape), tuple(weight.shape), _spec(rest).geometry)
     return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=channels_last(rest[-6]))
 
 
-@_fake("private_grad_input")
+@define_fake("private_grad_input")
 def _fake_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
     return torch.empty(rest[4], dtype=weight.dtype, device=grad.device, memory_format=channels_last(rest[-6]))
 
 
-@_fake("sample_norms")
+@define_fake("sample_norms")
 def _fake_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g: Any, u: Any, weight: Tensor, *rest: Any) -> Tensor:
     return torch.empty(_batch(x, rest), dtype=wide_dtype(weight), device=x.device)
 
 
-@_fake("sample_grads")
+@define_fake("sample_grads")
 def _fake_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g: Any, u: Any, weight: Tensor, *rest: Any) -> Tensor:
     shape = (_batch(x, rest), weight.shape[0], weight.numel() // weight.shape[0])
     return torch.empty(shape, dtype=wide_dtype(weight), device=x.device)
 
 
-@_fake("weighted_grad")
+@define_fake("weighted_grad")
 def _fake_weighted(x: Tensor, c: Any, u: Any, grad: Tensor, g: Any, v: Any, weight: Tensor, *rest: Any) -> Tensor:
     return torch.empty(weight.shape, dtype=wide_dtype(weight), device=x.device)
 
 
-@_fake("sample_factors")
+@define_fake("sample_factors")
 def _fake_factors(
     x: Tensor, c: Any, u: Any, grad: Tensor, g: Any, v: Any, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from private import clipped_sums, made_private
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
@@ -21,9 +20,6 @@ from dpquant_compile.backends.reference import key_of
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.bits import site_keys
 from dpquant_compile.explain import explain
-from dpquant_compile.private import savings
-from dpquant_compile.private.program import PrivateProgram
-from dpquant_compile.private.uses import read_attribute
 from dpquant_compile.quantize import from_samples, quantize_parts, to_samples
 from dpquant_compile.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
@@ -336,33 +332,6 @@ def test_activations_are_kept_in_a_quarter() -> None:
     x = KERNEL.operand(case.x, "input", case.call, case.streams)
     held = sum(part.numel() * part.element_size() for part in x)
     assert held <= 0.3 * case.x.numel() * case.x.element_size()
-
-
-@pytest.mark.slow
-def test_a_program_holds_no_float32_inputs_of_low_sites(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the layers between need is their own: here GELU, which keeps what it is given."""
-    held: list[int] = []
-    forward = PrivateProgram.run_forward
-
-    def watched(self: PrivateProgram, inputs: Any) -> Any:
-        outputs, saved = forward(self, inputs)
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in saved if isinstance(t, Tensor)}
-        rooms = {room.untyped_storage()._cdata for room in savings._ROOMS.values()}
-        given = {read_attribute(self.plan.base, name).untyped_storage()._cdata for name in self.attributes}
-        given |= {t.untyped_storage()._cdata for t in (*inputs.packed.values(), *inputs.args, *inputs.table)}
-        held.append(sum(storage.nbytes() for key, storage in storages.items() if key not in given | rooms))
-        return outputs, saved
-
-    monkeypatch.setattr(PrivateProgram, "run_forward", watched)
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Conv2d(32, 32, 3, padding=1), nn.GELU())]
-    model, _, _ = made_private(nn.Sequential(*layers), 8, backend="auto")
-    x = torch.randn(8, 32, 16, 16)
-    for policy in ("none", "all"):
-        model.set_policy(policy)
-        clipped_sums(model, [x])
-    inputs = 3 * 4 * x.numel()  # of the sites behind the first, whose input is the batch
-    assert held[0] >= inputs and held[1] <= held[0] - inputs
 
 
 def test_tables_agree_with_each_other() -> None:

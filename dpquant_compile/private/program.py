@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -17,6 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.backends.aot import Recorder, compile_graph
+from dpquant_compile.private.masks import recompute_masks
+from dpquant_compile.private.packed_masks import pack_masks
 from dpquant_compile.private.savings import find_savings
 from dpquant_compile.private.trace import Plan, Tracing
 from dpquant_compile.private.uses import read_attribute
@@ -72,11 +75,18 @@ class PrivateProgram:
         # cut would draw random numbers again in backward.
         random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes)
         cut = min_cut_rematerialization_partition if inner == "inductor" or random else default_partition
-        _tag_forward(joint, len(self.differentiable))
-        # Two equal calls of a random operator are two draws, which the cut's own merging of equal nodes does not know.
-        with functorch_config.patch(cse=not random):
+        # Two equal calls of a random operator are two draws, which merging equal nodes does not know.
+        if not random:
+            joint.graph = fx_graph_cse(joint.graph)
+            joint.recompile()
+        self._count = len(self.differentiable)
+        if inner == "inductor":
+            recompute_masks(joint)
+            self._count = pack_masks(joint, self._count)
+        _tag_forward(joint, self._count)
+        with functorch_config.patch(cse=False):
             forward, backward = cut(
-                joint, (primals, tangents), num_fwd_outputs=len(self.differentiable), static_lifetime_input_indices=None
+                joint, (primals, tangents), num_fwd_outputs=self._count, static_lifetime_input_indices=None
             )
         self._savings = find_savings(backward)
         self._forward = compile_graph(forward, "private forward", inner, recorder)
@@ -86,8 +96,7 @@ class PrivateProgram:
         """The flat outputs of the model on the padded batch, and what `run_backward` needs."""
         with _no_autocast():
             results = self._forward(self._flat(inputs))
-        count = len(self.differentiable)
-        outputs, saved = list(results[:count]), list(results[count:])
+        outputs, saved = list(results[: len(self.differentiable)]), list(results[self._count :])
         self._savings.let_go(saved, inputs.table[0])
         return outputs, saved
 

@@ -4,18 +4,23 @@ Which sites read codes is the policy's to say, and so not known when a program i
 of them. When forward has returned, those that backward will not look at are let go, and stand-ins take their places.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-__all__ = ["Savings", "find_savings"]
+__all__ = ["Savings", "find_savings", "sites_reading", "users_of"]
 
-# Operators that are given a site's input twice, as numbers and as codes, and read one of them.
+# Operators that are given a site's input twice, as numbers and in another form, and read one of them.
 _READERS = frozenset(
     getattr(torch.ops.dpquant, name).default
     for name in ("sample_norms", "sample_grads", "weighted_grad", "sample_factors")
+)
+
+_RESHAPING = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("view", "clone", "permute", "unsqueeze", "alias", "detach")
 )
 
 
@@ -34,23 +39,37 @@ class Savings:
 
 
 def find_savings(backward: fx.GraphModule) -> Savings:
-    """See which of the tensors that backward is given are inputs of sites and nothing else.
-
-    The output of a ReLU is not, since backward asks where it was positive. To save that by itself, as a byte for each
-    element, makes Inductor's loops slower by more than the memory is worth: see docs/performance.md.
-    """
+    """See which of the tensors that backward is given are inputs of sites and nothing else."""
     given = enumerate(backward.graph.find_nodes(op="placeholder"))
     return Savings(tuple((place, sites) for place, node in given if (sites := _sites(node))))
 
 
+def users_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who uses a tensor, and as what: itself, or laid out or shaped otherwise."""
+    for user in node.users:
+        if user.target in _RESHAPING:
+            yield from users_of(user)
+        else:
+            yield user, node
+
+
+def sites_reading(user: fx.Node, node: fx.Node) -> tuple[int, ...]:
+    """The rows of the sites for which `user` reads `node` as long as one of them is in full precision; none if it
+    reads it in any case. A row of -1 is a layer that always is."""
+    if any(argument is node for argument in user.args[1:]):
+        return ()
+    if user.target is torch.ops.dpquant.relu_grad.default:
+        return tuple(user.args[-1])  # type: ignore[arg-type]
+    if user.target in _READERS:
+        return (int(user.args[-5]),)  # type: ignore[arg-type]  # see _STATIC in backends/private_ops.py
+    return ()
+
+
 def _sites(node: fx.Node) -> tuple[int, ...]:
     """The rows of the sites whose input this is; none if anything else reads it."""
-    rows = []
-    for user in node.users:
-        if user.target not in _READERS or any(argument is node for argument in user.args[1:]):
-            return ()
-        rows.append(int(user.args[-5]))  # type: ignore[arg-type]  # see _STATIC in backends/private_ops.py
-    return tuple(rows) if rows and min(rows) >= 0 else ()
+    found = [sites_reading(user, own) for user, own in users_of(node)]
+    rows = sorted({row for rows in found for row in rows})
+    return tuple(rows) if all(found) and rows and rows[0] >= 0 else ()
 
 
 def _stand_in(x: Tensor) -> Tensor:
