@@ -36,13 +36,13 @@ docs: $(STAMP)
 
 # Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained.
 RUNS := out/evidence
-SWEEPS := degradation schedules_digits variations $(if $(DATA),schedules_gtsrb schedules_cifar10 variations_gtsrb)
+SWEEPS := degradation schedules_digits variations $(if $(DATA),degradation_gtsrb schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_cifar10_medium schedules_snli)
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
 	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \
 	  $(BIN)/dpquant report $(RUNS)/$$name -o $(RUNS)/$$name.html --csv $(RUNS)/$$name.csv --markdown $(RUNS)/$$name.md; \
 	done
-	@set -e; for name in estimator_ranks gradient_norms training_signal; do \
+	@set -e; for name in estimator_ranks gradient_norms training_signal known_ranks; do \
 	  $(BIN)/python experiments/$$name.py --recipe cnn-digits --out $(RUNS)/$${name}_digits.json; \
 	done
 ifdef DATA
@@ -50,6 +50,8 @@ ifdef DATA
 	  --out $(RUNS)/estimator_ranks_gtsrb.json
 	$(BIN)/python experiments/training_signal.py --recipe cnn-gtsrb-small --data $(DATA) \
 	  --out $(RUNS)/training_signal_gtsrb.json
+	$(BIN)/python experiments/known_ranks.py --recipe cnn-gtsrb-small --data $(DATA) --epochs 6 --epsilon 4 \
+	  --out $(RUNS)/known_ranks_gtsrb.json
 endif
 	$(BIN)/python experiments/figures.py --results $(RUNS) --out $(RUNS)
 

@@ -115,6 +115,13 @@ def test_bad_usage_is_code_2(words: list[str], capsys: pytest.CaptureFixture[str
     assert "usage:" in said.err and not said.out
 
 
+def test_an_unknown_option_names_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "cnn-digits", "--budgett=0.5", "--zzz"])
+    said = capsys.readouterr().err
+    assert "dpquant train" in said and "--zzz" in said and "--budgett=0.5: did you mean --budget?" in said
+
+
 def test_typed_error_is_one_message_and_a_traceback_only_on_request(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

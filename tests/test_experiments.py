@@ -19,6 +19,7 @@ TINY = {
     "estimator_ranks.py": ["--seeds", "0", "--at", "1", "--repeats", "1", "--oracle", "1"],
     "gradient_norms.py": ["--seeds", "0", "--epochs", "1", "--batches", "256"],
     "training_signal.py": ["--epochs", "1", "--turns", "1"],
+    "known_ranks.py": ["--seeds", "0", "--epochs", "1", "--oracle", "1", "--epsilon", "8"],
 }
 
 

@@ -331,7 +331,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "noise": ({"noise_multiplier": 2.0}, "noise_multiplier: 1.0 saved, 2.0 here"),
     "data": ({"samples": 49}, "dataset size: 48 saved, 49 here"),
     "micro-batches": ({"max_physical_batch_size": 12}, "max_physical_batch_size: 8 saved, 12 here"),
-    "schedule": ({"schedule": {"beta": 3.0}}, "scheduler"),
+    "schedule": ({"schedule": {"beta": 3.0}}, r"What differs: scheduler\.beta: 10\.0 saved, 3\.0 here$"),
     "no schedule": ({"schedule": None}, "scheduler"),
     "secure mode": ({"secure": True}, "secure_mode: False saved, True here"),
 }

@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import TextIO
 
 from dpquant_compile import __version__
@@ -61,9 +62,21 @@ def make_parser() -> argparse.ArgumentParser:
             formatter_class=form,
             allow_abbrev=False,
         )
-        own.set_defaults(command=command)
+        own.set_defaults(command=command, parser=own)
         command.add_arguments(own)
     return parser
+
+
+def _unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What is wrong with words that are no argument of a command, and which option may have been meant."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    text = f"unrecognized arguments: {' '.join(words)}"
+    near = [
+        f"{word}: did you mean {close[0]}?"
+        for word in words
+        if (close := get_close_matches(word.split("=")[0], known, 1))
+    ]
+    return f"{text} ({'; '.join(near)})" if near else text
 
 
 def _add_version(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -78,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser()
-    args = parser.parse_args(words[:cut])
+    args, unknown = parser.parse_known_args(words[:cut])
+    if unknown:
+        args.parser.error(_unknown(unknown, args.parser))
     args.rest = words[cut + 1 :]
     if args.rest and args.command is not bench.COMMAND:
         parser.error(f"dpquant {args.command.name} takes no arguments after --; `dpquant bench` does")

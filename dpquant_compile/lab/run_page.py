@@ -61,9 +61,13 @@ def run_section(run: RunResult, level: int = 3) -> str:
 def _figures(run: RunResult) -> str:
     low, total = len(run.epochs[-1].policy) if run.epochs else 0, len(run.sites)
     spent = f"at δ = {show_delta(run.delta)}" if run.epsilon is not None else "not private: a control"
-    where = f"{low} of {total} sites in {run.config.format}"
+    where = f"the model evaluated with {low} of {total} sites in {run.config.format}, as in the last epoch"
     figures = [
-        ("accuracy, full precision", f"{show_number(100 * run.accuracy)} %", "on test data"),
+        (
+            "accuracy, full precision",
+            f"{show_number(100 * run.accuracy)} %",
+            "the model evaluated with all sites in float32",
+        ),
         ("accuracy, low precision", f"{show_number(100 * run.accuracy_low)} %", where),
         ("ε", show_number(run.epsilon, 3), spent),
         ("time", f"{show_number(math.fsum(run.seconds.values()), 1)} s", f"{len(run.epochs)} epochs"),

@@ -1,7 +1,7 @@
 """Checkpoints of a private run: everything, in tensors and plain types, written whole or not at all."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,21 @@ def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
         "secure_mode": engine.secure_mode,
         "scheduler": None if scheduler is None else scheduler.config(),
     }
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """What differs, a few words each: of a setting with parts, such as the scheduler, those parts alone."""
+    for key, here in own.items():
+        there, name = saved.get(key), f"{within}{key}"
+        if here == there:
+            continue
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            yield from _differences(there, {**dict.fromkeys(there), **here}, f"{name}.")
+        elif isinstance(here, list) and isinstance(there, list):
+            lost, new = [v for v in there if v not in here], [v for v in here if v not in there]
+            yield f"{name}: {lost or there} saved, {new or here} here"
+        else:
+            yield f"{name}: {there!r} saved, {here!r} here"
 
 
 def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
@@ -112,8 +127,7 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     own, saved = config_of(engine), dict(state["config"])
     if made.default_physical and state.get("default_physical") and state.get("world", 1) != world.size:
         saved["max_physical_batch_size"] = made.session.physical  # nobody chose it: it goes by the number of processes
-    differing = [f"{key}: {saved.get(key)!r} saved, {own[key]!r} here" for key in own if own[key] != saved.get(key)]
-    if differing:
+    if differing := list(_differences(saved, own)):
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
     shapes = {name: tuple(value.shape) for name, value in made.session.model.state_dict().items()}
     if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
