@@ -38,7 +38,7 @@ _SHORT = 4
 
 
 def norm_method(sizes: Sizes) -> str:
-    """The cheaper way to norms, "gram" or "direct"; the constants are measured, see docs/performance.md."""
+    """The cheaper way to norms, "gram" or "direct"; the constants are measured, by benchmarks/norm_ways.py."""
     n, c = sizes.features // sizes.groups, sizes.channels // sizes.groups
     gram = _GRAM_COST * (sizes.in_pixels**2 * c + sizes.pixels**2 * n) + _SHIFT_COST * sizes.taps * sizes.pixels**2
     # Grams are int32, and their products are added up in 64 bits, where nothing is lost as long as the sum itself fits.
@@ -48,8 +48,8 @@ def norm_method(sizes: Sizes) -> str:
     return "gram" if fits and gram < sizes.pixels * sizes.taps * c * n else "direct"
 
 
-_GRAM_COST = 1.5
-_SHIFT_COST = 3.0
+_GRAM_COST = 1.0
+_SHIFT_COST = 4.0
 
 
 class Int8Site:

@@ -85,9 +85,8 @@ def choose_method(weight_shape: tuple[int, ...], groups: int, count: int, pixels
     return "kept" if 4 * batch * math.prod(weight_shape) <= _KEPT_BYTES else "direct"
 
 
-# Measured, see docs/performance.md: small batched products run at about half the speed of a conv's, and an element of a
-# shifted sum costs as much as a few multiply-adds.
-_GRAM_COST = 2.0
+# Measured by benchmarks/norm_ways.py: an element of a shifted sum costs as much as a few multiply-adds.
+_GRAM_COST = 1.0
 _SHIFT_COST = 4
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
     [
         ("dp_step", ["--no-memory"], ("eager", "hooks", "ghost", "functorch", "ours")),
         ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
+        ("norm_ways", ["--fit"], ("gram", "direct", "int8", "_SHIFT_COST")),
         ("fp4_step", [], ("private fp32", "private FP4 90 %", "torch.compile", "int8")),
         ("fp4_step", ["--scaling", "--out", "out"], ("batch    4",)),
     ],
