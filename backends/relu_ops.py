@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpquant_compile.backends import native
 from dpquant_compile.backends.private_ops import define_fake, define_operator
+from dpquant_compile.errors import KernelError
 
 __all__ = ["can_pack"]
 
@@ -32,6 +33,8 @@ def positive_bits(x: Tensor, policy: Tensor, sites: Sequence[int]) -> Tensor:
 @define_operator("relu_grad", "(Tensor x, Tensor bits, Tensor grad, Tensor policy, int[] sites) -> Tensor")
 def relu_grad(x: Tensor, bits: Tensor, grad: Tensor, policy: Tensor, sites: Sequence[int]) -> Tensor:
     """`grad`, zero where `x` is zero or less; laid out as `x`."""
+    if grad.shape != x.shape or grad.dtype != x.dtype:  # the kernel would read other samples' memory
+        raise KernelError(f"a gradient {grad.dtype} {list(grad.shape)} of a ReLU's {x.dtype} {list(x.shape)}")
     out = torch.empty_like(x)
     if not _low(policy, sites):
         torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=out)
@@ -56,7 +59,9 @@ def _empty_bits(x: Tensor) -> Tensor:
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """The elements in the order in which they lie. Requires: they lie side by side, as a ReLU's output does."""
+    """The elements in the order in which they lie: side by side, as those of a ReLU's output do."""
+    if x.dtype != torch.float32 or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        raise KernelError(f"a ReLU's output is {x.dtype} with strides {list(x.stride())} for {list(x.shape)}")
     return x.as_strided((x.numel(),), (1,))
 
 

@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends import cpu_int8, native, per_sample
+from dpquant_compile.backends.clipped import FULL_SITE
 from dpquant_compile.backends.int8_plans import sizes_of
 from dpquant_compile.backends.ops import output_shape
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams
@@ -60,11 +62,9 @@ def calls(batch: int) -> list[tuple[str, SiteCall, Shapes]]:
         name = f"conv {channels}→{features}, {size}×{size}, kernel {kernel}, stride {stride}"
         found.append((name, call, Shapes(x, weight, output_shape(x, weight, geometry), batch)))
     for channels, features, length in LINEARS:
-        x, weight = (batch, length, channels), (features, channels)
         call = SiteCall("linear", Recipe(), BatchAxis(0), BatchAxis(0), None, 0, 0)
-        found.append(
-            (f"linear {channels}→{features}, {length} places", call, Shapes(x, weight, (*x[:2], features), batch))
-        )
+        shapes = Shapes((batch, length, channels), (features, channels), (batch, length, features), batch)
+        found.append((f"linear {channels}→{features}, {length} places", call, shapes))
     return found
 
 
@@ -82,10 +82,10 @@ def runners(call: SiteCall, shapes: Shapes) -> dict[tuple[str, str], Callable[[]
         return norms
 
     def in_float32(way: str) -> Tensor:
-        return cpu_int8.FULL_SITE.sample_norms(Operand(x, x), Operand(grad, grad), shapes, way, call, streams)
+        return FULL_SITE.sample_norms(Operand(x, x), Operand(grad, grad), shapes, way, call, streams)
 
-    made = {("int8", way): (lambda way=way: in_int8(way)) for way in WAYS}  # type: ignore[misc]
-    return made | {("float32", way): (lambda way=way: in_float32(way)) for way in WAYS}  # type: ignore[misc]
+    made = {("int8", way): partial(in_int8, way) for way in WAYS}
+    return {**made, **{("float32", way): partial(in_float32, way) for way in WAYS}}
 
 
 def chosen(arithmetic: str, call: SiteCall, shapes: Shapes) -> str:
@@ -104,11 +104,11 @@ def measure(batch: int, turns: int, smoke: bool) -> list[dict[str, Any]]:
         ways = runners(call, shapes)
         seconds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         for turn in range(turns + 1):
-            for way, run in ways.items():
+            for key, run in ways.items():
                 begun = time.perf_counter()
                 run()
                 if turn:
-                    seconds[way].append(time.perf_counter() - begun)
+                    seconds[key].append(time.perf_counter() - begun)
         for arithmetic in ("int8", "float32"):
             times = {way: 1e3 * statistics.median(seconds[arithmetic, way]) for way in WAYS}
             way = chosen(arithmetic, call, shapes)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from estimator_ranks import measured
+from estimator_ranks import measured  # type: ignore[import-not-found, unused-ignore]
 
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.train import Run

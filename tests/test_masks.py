@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from private import clipped_sums, made_private
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
 from dpquant_compile.backends import native
+from dpquant_compile.errors import KernelError
 from dpquant_compile.private import program, savings
 from dpquant_compile.private.program import PrivateProgram
 from dpquant_compile.private.uses import read_attribute
@@ -209,3 +211,84 @@ def test_an_input_of_two_sites_is_held_until_both_are_low(low: list[str], monkey
     found = clipped_sums(model, [x])
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert any(t.shape == (6, 40) for t in watch.held[0]) == (len(low) < 2)
+
+
+class Compares(nn.Module):
+    """Asks itself where the output of a ReLU is zero, which is what that ReLU's backward asks."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, wide: bool = False) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(5, 12), nn.Linear(12, 3), nn.Linear(5, 12)
+        self.dtype, self.wide = dtype, wide
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        other = self.right(x).to(self.dtype)
+        if self.wide:  # wider than the mask
+            other = torch.stack([other, 2 * other, -other], 1)
+            return self.left(h) + other.masked_fill((h <= 0)[:, None], 0.0).sum((1, 2))[:, None]
+        return self.left(h) + other.masked_fill(h <= 0, 0.0).float().sum(1, keepdim=True)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes run, and Inductor does not: what a graph computes is the same."""
+
+    def interpret(gm: Any, kind: str, inner: str, recorder: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(program, "compile_graph", interpret)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"wide": True}], ids=str)
+def test_masks_of_the_model_are_its_own(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal nodes are merged. A review had numbers of eight bytes read as floats here, and so other samples'."""
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
+    with without_masks(monkeypatch):
+        expected = clipped_sums(made(lambda: Compares(**options), policy="all"), [x])
+    model = made(lambda: Compares(**options), policy="all")
+    found = clipped_sums(model, [x])
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    with torch.no_grad():
+        before = model(x)
+        x[1] += 1.0
+        changed = (model(x) != before).any(1)
+    assert changed.tolist() == [i == 1 for i in range(6)]
+
+
+class Deep(nn.Module):
+    """Many operations between a map and a ReLU: a chain, or diamonds, of which there are 3^n ways through."""
+
+    def __init__(self, steps: int, diamonds: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 3, 3)
+        self.steps, self.diamonds = steps, diamonds
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        for _ in range(self.steps):
+            h = h + 0.1 * h * (1 - h) if self.diamonds else h * 0.99 + 0.01
+        out: Tensor = self.last(torch.relu(h))
+        return out
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("steps", "diamonds"), [(300, False), (30, True), (2, True)])
+def test_long_ways_to_a_mask_are_not_gone_again(steps: int, diamonds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = batch()
+    with without_masks(monkeypatch):
+        expected = clipped_sums(made(lambda: Deep(steps, diamonds), policy="all"), [x])
+    found = clipped_sums(made(lambda: Deep(steps, diamonds), policy="all"), [x])
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_gradient_that_is_not_like_the_output_is_refused() -> None:
+    """Its memory would be read as that of other samples."""
+    x, low = torch.randn(4, 6), torch.tensor([True])
+    bits = torch.ops.dpquant.positive_bits(x, low, [0])
+    for grad in (torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 1)):
+        with pytest.raises(KernelError, match="a gradient"):
+            torch.ops.dpquant.relu_grad(x, bits, grad, low, [0])
+    with pytest.raises(KernelError, match="strides"):
+        torch.ops.dpquant.positive_bits(torch.randn(4, 12)[:, ::2], low, [0])

@@ -5,22 +5,24 @@ float32 numbers any more but ReLU's own backward, which asks where they were pos
 backward holds anyway: the maps that normalisation keeps. Inductor does it in loops that read those maps already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dpquant_compile.private.savings import sites_reading, users_of
 
-__all__ = ["MASK", "RELU", "depends_on_gradients", "only_sites_read", "recompute_masks"]
+__all__ = ["depends_on_gradients", "masks_of", "recompute_masks"]
 
 _ATEN = torch.ops.aten
-RELU, MASK = _ATEN.relu.default, _ATEN.le.Scalar
+_RELU, _MASK = _ATEN.relu.default, _ATEN.le.Scalar
 
 # What is cheap to do again, element by element.
 _POINTWISE = frozenset((_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.view.default))
 _FEW = 3  # maps that a mask may be made of: along a chain of skip connections every block would add one
+_SHORT = 24  # operations from those maps to the mask: a norm has four or five
 
 
 def recompute_masks(gm: fx.GraphModule) -> None:
@@ -28,19 +30,28 @@ def recompute_masks(gm: fx.GraphModule) -> None:
 
     Requires: the joint graph of a private program, equal nodes merged. The cut must not merge them again.
     """
-    masks = {m.args[0]: m for m in gm.graph.find_nodes(op="call_function", target=MASK) if m.args[1] == 0}
     backward = depends_on_gradients(gm.graph)
-    made_of: dict[fx.Node, set[fx.Node]] = {}
-    for relu in gm.graph.find_nodes(op="call_function", target=RELU):
-        if relu not in masks or not only_sites_read(relu, backward):
-            continue
-        (before,) = relu.all_input_nodes
-        maps = set(_maps(before, relu.meta["val"].numel(), made_of))
-        if len(maps) <= _FEW and all(_is_held(node, backward) for node in maps):
-            made_of[relu] = maps
+    chains: dict[fx.Node, Chain] = {}
+    masks = {mask.args[0]: mask for mask in masks_of(gm.graph, backward)}
+    for relu in gm.graph.find_nodes(op="call_function", target=_RELU):
+        if relu in masks and (chain := _chain(relu, chains)) and all(_is_held(node, backward) for node in chain.maps):
+            chains[relu] = chain
             with gm.graph.inserting_before(masks[relu]):
-                masks[relu].replace_input_with(relu, _copy(gm.graph, before, maps, {}))
+                masks[relu].replace_input_with(relu, _copied(gm.graph, relu, chain))
     gm.recompile()
+
+
+def masks_of(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
+    """The masks of ReLUs whose output is the input of a site, and that only backward asks for: a model may well compare
+    such an output with zero itself, and equal nodes are merged."""
+    return [
+        mask
+        for mask in graph.find_nodes(op="call_function", target=_MASK)
+        if mask.args[1] == 0
+        and mask.args[0].target is _RELU
+        and _only_sites_read(mask.args[0], backward)
+        and all(user in backward for user in mask.users)
+    ]
 
 
 def depends_on_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -52,7 +63,7 @@ def depends_on_gradients(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def only_sites_read(node: fx.Node, backward: set[fx.Node]) -> bool:
+def _only_sites_read(node: fx.Node, backward: set[fx.Node]) -> bool:
     """Whether this is the input of a site, and nothing else reads it in backward."""
     readers = [sites_reading(user, own) for user, own in users_of(node) if user in backward]
     return bool(readers) and all(readers)
@@ -68,25 +79,38 @@ def _is_held(node: fx.Node, backward: set[fx.Node]) -> bool:
     return needed(node) or any(needed(user) for user in made)
 
 
-def _maps(node: fx.Node, size: int, made_of: dict[fx.Node, set[fx.Node]]) -> Iterator[fx.Node]:
-    """The maps at the far ends of the operations before `node`. What is smaller is a statistic, or a parameter."""
-    if node.meta["val"].numel() < size:
-        return
-    if node in made_of:
-        yield from made_of[node]
-    elif node.target in _POINTWISE:
-        for source in node.all_input_nodes:
-            yield from _maps(source, size, made_of)
-    else:
-        yield node
+@dataclass(frozen=True)
+class Chain:
+    """What a ReLU is computed of: maps, and the operations between, in order, without the ReLU itself."""
+
+    maps: frozenset[fx.Node]
+    operations: tuple[fx.Node, ...]
 
 
-def _copy(graph: fx.Graph, node: fx.Node, maps: set[fx.Node], known: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The operations from `maps` to `node` once more, marked as backward's own."""
-    if node in maps or (node.target not in _POINTWISE and node.target is not RELU):
-        return node
-    if node not in known:
-        copied = graph.node_copy(node, lambda source: _copy(graph, source, maps, known))
-        copied.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
-        known[node] = copied
-    return known[node]
+def _chain(relu: fx.Node, known: Mapping[fx.Node, Chain]) -> Chain | None:
+    """How to compute a ReLU again; None if that takes too much. Those in `known` are computed again on the way."""
+    size, maps, operations = relu.meta["val"].numel(), set(), set()
+    waiting = list(relu.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        value = node.meta.get("val")
+        if node in operations or not isinstance(value, Tensor) or value.numel() < size:
+            continue  # what is smaller is a statistic, or a parameter
+        if node.target in _POINTWISE or node in known:
+            operations.add(node)
+            waiting += node.all_input_nodes
+        else:
+            maps.add(node)
+        if len(maps) > _FEW or len(operations) > _SHORT:
+            return None
+    return Chain(frozenset(maps), tuple(node for node in relu.graph.nodes if node in operations))
+
+
+def _copied(graph: fx.Graph, relu: fx.Node, chain: Chain) -> fx.Node:
+    """What goes into the ReLU, once more, marked as backward's own."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in chain.operations:
+        copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
+        copies[node].meta = {**node.meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    (before,) = relu.all_input_nodes
+    return copies.get(before, before)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from dpquant_compile.backends.relu_ops import can_pack
-from dpquant_compile.private.masks import MASK, RELU, depends_on_gradients, only_sites_read
+from dpquant_compile.private.masks import depends_on_gradients, masks_of
 from dpquant_compile.private.savings import sites_reading, users_of
 
 __all__ = ["pack_masks"]
@@ -27,11 +27,9 @@ def pack_masks(gm: fx.GraphModule, count: int) -> int:
     """
     packed = []
     backward = depends_on_gradients(gm.graph)
-    for mask in gm.graph.find_nodes(op="call_function", target=MASK):
-        relu, bound = mask.args
-        if relu.target is not RELU or bound != 0 or not only_sites_read(relu, backward):
-            continue
-        if not can_pack(relu.meta["val"]) or not all(_is_zeroing(user, mask) for user in mask.users):
+    for mask in masks_of(gm.graph, backward):
+        relu: Any = mask.args[0]
+        if not can_pack(relu.meta["val"]) or not all(_is_zeroing(user, mask, relu) for user in mask.users):
             continue
         sites = sorted({site for user, own in users_of(relu) for site in sites_reading(user, own)})
         forward = [user for user, _ in users_of(relu) if user.target is _OPS.private_site.default]
@@ -45,12 +43,15 @@ def pack_masks(gm: fx.GraphModule, count: int) -> int:
     return count + len(packed)
 
 
-def _is_zeroing(node: fx.Node, mask: fx.Node) -> bool:
-    """Whether this is `where(mask, 0, gradient)`."""
+def _is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
+    """Whether this is `where(mask, 0, gradient)`, of a gradient that is like the ReLU's output."""
     if node.target is not _ATEN.where.self or node.args[0] is not mask:
         return False
-    zero = node.args[1]
-    return isinstance(zero, fx.Node) and zero.target is _ATEN.full.default and bool(zero.args[1] == 0)
+    zero, grad = node.args[1:]
+    if not isinstance(zero, fx.Node) or zero.target is not _ATEN.full.default or zero.args[1] != 0:
+        return False
+    values = [n.meta["val"] for n in (relu, grad, node) if isinstance(n, fx.Node)]
+    return len({(value.shape, value.dtype) for value in values}) == 1 and len(values) == 3
 
 
 def _replace(graph: fx.Graph, relu: fx.Node, mask: fx.Node, policy: Any, sites: list[int]) -> fx.Node:
