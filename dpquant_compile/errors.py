@@ -5,7 +5,8 @@ known, and what to do about it. All derive from `DPQuantError`, and from the bui
 written against the built-ins keeps working.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 __all__ = [
     "BudgetError",
@@ -37,6 +38,12 @@ def listing(names: Sequence[str], limit: int = 60) -> str:
     shown = ", ".join(names[:limit])
     rest = len(names) - limit
     return f"{shown}, and {rest} more" if rest > 0 else shown
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question for the end of a message, with a space before it; empty if nothing is near."""
+    near = get_close_matches(word, list(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 class DPQuantError(Exception):

@@ -81,7 +81,8 @@ def main() -> None:
     graph = run.model.graph_view().to_svg()
     print("\nThe same in full precision, for comparison…", flush=True)
     baseline = train(replace(config, budget=0.0), args.out / "full_precision")
-    write_report([result, baseline], args.out / "report.html", title="Digits", graph=graph)
+    title = "Digits: private training with three quarters of the sites in FP4, and in float32"
+    write_report([result, baseline], args.out / "report.html", title=title, graph=graph)
     print(f"\n{run.engine.ledger.statement(result.delta)}")
     spent = ", ".join(f"{purpose} {epsilon:.2f}" for purpose, epsilon in result.epsilons.items())
     print(f"\nepsilon {result.epsilon:.2f} at delta {result.delta:g}, one image more or less. By itself: {spent}")

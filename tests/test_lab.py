@@ -8,14 +8,16 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from dpquant_compile import torchvision_compat
 from dpquant_compile.errors import LabError
-from dpquant_compile.lab import RunConfig, expand, find_runs, get_recipe, read_run, recipe_names, sweep
+from dpquant_compile.lab import RunConfig, data, expand, find_runs, get_recipe, read_run, recipe_names, sweep
 from dpquant_compile.lab.archive import read_archive
 from dpquant_compile.lab.data import Split, digits
 from dpquant_compile.lab.recipes import TrainRecipe, register_recipe
@@ -63,7 +65,7 @@ def test_the_recipes_that_were_promised_are_there() -> None:
 def test_a_name_is_taken_once_and_an_unknown_one_lists_the_others() -> None:
     with pytest.raises(LabError, match="already"):
         register_recipe(get_recipe("cnn-digits"))
-    with pytest.raises(LabError, match=r"no recipe 'cnn-digit'\. Recipes: .*cnn-digits"):
+    with pytest.raises(LabError, match=r"no recipe 'cnn-digit'\. Did you mean cnn-digits\? Recipes: "):
         get_recipe("cnn-digit")
 
 
@@ -361,3 +363,37 @@ def test_a_folder_without_runs_is_told(tmp_path: Path) -> None:
         find_runs([tmp_path])
     with pytest.raises(LabError, match="is not there"):
         find_runs([tmp_path / "nowhere"])
+
+
+def test_small_recipes_train_on_the_same_images_from_either_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without archives torchvision's images are taken, and as many of them."""
+    images = np.arange(3 * 8 * 4, dtype=np.uint8).reshape(8, 2, 2, 3)
+    monkeypatch.setattr(data, "_torchvision", lambda *args, **kwargs: (images, np.arange(8)))
+    split = data.gtsrb(None, every=3, test=5)
+    assert split.train_y.tolist() == [0, 3, 6] and len(split.test_y) == 5
+    split = data.cifar10(None, train=4, test=2)
+    assert len(split.train_y) == 4 and len(split.test_y) == 2
+
+
+def test_pretrained_weights_are_read_from_the_folder(tmp_path: Path) -> None:
+    source = torchvision_compat.models().resnet18(num_classes=7)
+    state = {key: value.half() if value.is_floating_point() else value for key, value in source.state_dict().items()}
+    torch.save(state, tmp_path / "resnet18_other_stem1.pth")
+    net: Any = get_recipe("resnet18-gtsrb").model(tmp_path)
+    assert net.conv1.stride == (1, 1) and net.fc.out_features == 43 and net.conv1.weight.dtype == torch.float32
+    assert torch.equal(net.layer4[1].conv2.weight, state["layer4.1.conv2.weight"].float())
+    torch.save({"fc.weight": torch.zeros(3, 4)}, tmp_path / "resnet18_other_stem1.pth")
+    with pytest.raises(LabError, match="does not hold the weights of resnet18"):
+        get_recipe("resnet18-gtsrb").model(tmp_path)
+
+
+def test_settings_that_do_not_fit_the_data_are_told(tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match="has 120 samples"):
+        Run(RunConfig(tiny, batch_size=5000).resolved(), tmp_path / "large")
+    assert not (tmp_path / "large").exists()
+    with pytest.warns(UserWarning, match="not below 1/N"):
+        Run(RunConfig(tiny, delta=0.5).resolved(), tmp_path / "delta")
+    with pytest.raises(LabError, match=r"Did you mean cnn-digits\?"):
+        get_recipe("cnn-digit")
+    with pytest.raises(LabError, match=r"Did you mean budget\?"):
+        RunConfig.from_json({"recipe": "cnn-digits", "budgett": 0.5})

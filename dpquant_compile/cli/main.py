@@ -6,13 +6,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import TextIO
 
 from dpquant_compile import __version__
 from dpquant_compile.cli import bench, plan, recipes, report, sites, sweep, train
 from dpquant_compile.cli.command import BAD_INPUT, FAILED, INTERRUPTED, Command, RunFailedError
-from dpquant_compile.errors import DPQuantError
+from dpquant_compile.errors import DPQuantError, did_you_mean
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
@@ -71,12 +70,7 @@ def _unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """What is wrong with words that are no argument of a command, and which option may have been meant."""
     known = [option for action in parser._actions for option in action.option_strings]
     text = f"unrecognized arguments: {' '.join(words)}"
-    near = [
-        f"{word}: did you mean {close[0]}?"
-        for word in words
-        if (close := get_close_matches(word.split("=")[0], known, 1))
-    ]
-    return f"{text} ({'; '.join(near)})" if near else text
+    return f"{text}." + "".join(did_you_mean(word.split("=")[0], known) for word in words)
 
 
 def _add_version(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:

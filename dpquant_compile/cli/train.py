@@ -176,6 +176,8 @@ def _show(result: "RunResult", folder: Path, output: "Output") -> None:
     else:
         rows.append((f"ε at δ = {result.delta:g}", number(result.epsilon)))
         rows += [(f"  {purpose} by itself", number(value)) for purpose, value in result.epsilons.items()]
+        if not result.config.secure_mode:
+            rows.append(("it holds if", "nobody knows the seed: noise follows from it. For real data: --secure-mode"))
     rows += [(f"seconds of {stage}", number(value, 1)) for stage, value in result.seconds.items()]
     rows.append(("folder", str(folder)))
     output.result(document(result, folder), table(("", ""), rows, title=result.key))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from dpquant_compile.errors import LabError
+from dpquant_compile.errors import LabError, did_you_mean
 from dpquant_compile.formats import format_names
 from dpquant_compile.private.plan import SIGMA_MEASURE
 from dpquant_compile.private.scheduler import MODES
@@ -129,7 +129,8 @@ class RunConfig:
         """From plain values; a name that is not a field is refused, with the fields."""
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(values) - set(known)):
-            raise LabError(f"{', '.join(unknown)}: no such field of a run. Fields: {', '.join(known)}")
+            meant = "".join(did_you_mean(name, known) for name in unknown)
+            raise LabError(f"{', '.join(unknown)}: no such field of a run.{meant} Fields: {', '.join(known)}")
         if "recipe" not in values:
             raise LabError("a run needs a recipe: see `dpquant recipes`")
         return cls(**values)

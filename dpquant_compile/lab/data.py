@@ -62,21 +62,17 @@ def digits(folder: Path | None) -> Split:
 
 def gtsrb(folder: Path | None, *, every: int = 1, test: int | None = None) -> Split:
     """German traffic signs at 32×32, 43 classes. `every` takes each n-th frame of a track, which are much alike."""
-    arrays = _archives(folder, "gtsrb32_train.npz", "gtsrb32_test.npz")
-    if arrays is None:
-        splits = [_torchvision("GTSRB", folder, split=split, size=32) for split in ("train", "test")]
-        return _images(*splits[0], *splits[1])
-    (x, y), (test_x, test_y) = arrays
+    (x, y), (test_x, test_y) = _archives(folder, "gtsrb32_train.npz", "gtsrb32_test.npz") or [
+        _torchvision("GTSRB", folder, split=split, size=32) for split in ("train", "test")
+    ]
     return _images(x[::every], y[::every], *_some(test_x, test_y, test))
 
 
 def cifar10(folder: Path | None, *, train: int | None = None, test: int | None = None) -> Split:
     """CIFAR-10; from local archives the half of it that they hold."""
-    arrays = _archives(folder, "cifar10_train25k.npz", "cifar10_test.npz")
-    if arrays is None:
-        splits = [_torchvision("CIFAR10", folder, train=flag, size=32) for flag in (True, False)]
-        return _images(*splits[0], *splits[1])
-    (x, y), (test_x, test_y) = arrays
+    (x, y), (test_x, test_y) = _archives(folder, "cifar10_train25k.npz", "cifar10_test.npz") or [
+        _torchvision("CIFAR10", folder, train=flag, size=32) for flag in (True, False)
+    ]
     return _images(*_some(x, y, train), *_some(test_x, test_y, test))
 
 

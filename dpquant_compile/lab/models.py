@@ -73,28 +73,47 @@ class SmallNet(nn.Module):
         return logits
 
 
-def from_torchvision(name: str, classes: int, *, pretrained: bool, small_images: bool = False) -> nn.Module:
-    """A model of torchvision with a classifier of its own and GroupNorm; ImageNet weights where asked for.
+def from_torchvision(name: str, classes: int, *, pretrained: bool, folder: Path | None = None) -> nn.Module:
+    """A model of torchvision with a classifier of its own and GroupNorm; pretrained weights where asked for.
 
-    `small_images` gives a ResNet a stem for images of 32×32: a 3×3 convolution without stride, and no pooling.
-    Weights come over the network, or from torch's own cache folder.
+    Those are ImageNet's, over the network or from torch's own cache folder; but if `folder` has a file NAME_….pth, they
+    are its.
     """
     models = torchvision_compat.models()
-    try:
-        net: Any = models.get_model(name, weights="IMAGENET1K_V1" if pretrained else None)
-    except OSError as error:  # urllib's errors are OSErrors
-        raise LabError(
-            f"the ImageNet weights of {name} are not to be had: {error}. Fix: connect to the network once, or put the "
-            "file into the folder that torch.hub.get_dir() names, under checkpoints/"
-        ) from error
+    local = sorted(folder.glob(f"{name}_*.pth")) if pretrained and folder is not None else []
+    if local:
+        net = _from_file(models, name, local[0])
+    else:
+        try:
+            net = models.get_model(name, weights="IMAGENET1K_V1" if pretrained else None)
+        except OSError as error:  # urllib's errors are OSErrors
+            raise LabError(
+                f"the ImageNet weights of {name} are not to be had: {error}. Fix: connect to the network once, put the "
+                "file into the folder that torch.hub.get_dir() names, under checkpoints/, or give --data FOLDER with "
+                f"weights in a file {name}_….pth"
+            ) from error
     if hasattr(net, "fc"):
         net.fc = nn.Linear(net.fc.in_features, classes)
-        if small_images:
-            net.conv1 = nn.Conv2d(3, net.conv1.out_channels, 3, padding=1, bias=False)
-            net.maxpool = nn.Identity()
     else:
         net.classifier = nn.Linear(net.classifier.in_features, classes)
     return replace_batch_norm(net)
+
+
+def _from_file(models: Any, name: str, path: Path) -> Any:
+    """A network with the weights of a file, whatever its number of classes.
+
+    "stem1" in the file's name says that the first convolution had no stride.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        heads = [value for value in state.values() if value.dim() == 2]
+        net = models.get_model(name, num_classes=heads[-1].shape[0])
+        net.load_state_dict(state)  # which casts
+    except Exception as error:  # whatever a file may hold
+        raise LabError(f"{path} does not hold the weights of {name}: {error}. Fix: another file, or none") from error
+    if "stem1" in path.name:
+        net.conv1.stride = (1, 1)
+    return net
 
 
 class PairClassifier(nn.Module):

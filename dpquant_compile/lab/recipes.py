@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from dpquant_compile.errors import LabError
+from dpquant_compile.errors import LabError, did_you_mean
 from dpquant_compile.lab import data
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.models import DigitsNet, SmallNet, bert, from_torchvision
@@ -66,7 +66,7 @@ def recipe_names() -> tuple[str, ...]:
 def get_recipe(name: str) -> TrainRecipe:
     """The recipe of this name."""
     if name not in _RECIPES:
-        raise LabError(f"there is no recipe {name!r}. Recipes: {', '.join(_RECIPES)}")
+        raise LabError(f"there is no recipe {name!r}.{did_you_mean(name, _RECIPES)} Recipes: {', '.join(_RECIPES)}")
     return _RECIPES[name]
 
 
@@ -84,8 +84,8 @@ def _image(net: str, name: str, loader: Callable[..., Split], needs: str, classe
     register_recipe(
         TrainRecipe(
             f"{net}-{name}",
-            f"{net} with GroupNorm on {name}, {'from ImageNet weights' if pretrained else 'from scratch'}",
-            lambda folder: from_torchvision(net, classes, pretrained=pretrained),
+            f"{net} with GroupNorm on {name}, {'from pretrained weights' if pretrained else 'from scratch'}",
+            lambda folder: from_torchvision(net, classes, pretrained=pretrained, folder=folder),
             loader,
             needs,
             {**_PUBLISHED, **changed},
@@ -146,7 +146,7 @@ def _small(data_name: str, what: str, loader: Callable[..., Split], needs: str, 
 
 
 _small("gtsrb", "every third frame of GTSRB", partial(data.gtsrb, every=3, test=4000), _GTSRB, 43)
-_small("cifar10", "half of CIFAR-10", partial(data.cifar10, train=12_500, test=4000), _CIFAR, 10)
+_small("cifar10", "a quarter of CIFAR-10", partial(data.cifar10, train=12_500, test=4000), _CIFAR, 10)
 register_recipe(
     TrainRecipe(
         "resnet18-gtsrb-small",

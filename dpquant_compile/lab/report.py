@@ -75,6 +75,14 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
         f"{len(runs)} training runs in {len(rows)} groups. Runs of a group differ in the seed alone, static subsets "
         "also in which subset it is. Numbers are mean ± sample standard deviation; a group of one run has no ±."
     )
+    words = (
+        "A site is a convolution or a linear layer. The budget is the share of sites in low precision in an epoch; at "
+        "0 % all of training is in float32. Both accuracies are of the same trained model: evaluated with all sites in "
+        "float32, and with the last epoch's sites in low precision."
+    )
+    if any(run.epsilon is not None and not run.config.secure_mode for run in runs):
+        words += " ε holds as long as nobody knows the seeds, from which the noise follows: secure mode was off."
+    text = f"{text}</p><p>{words}"
     recipes = sorted({run.config.recipe for run in runs})
     choose = ""
     if len(recipes) > 1:

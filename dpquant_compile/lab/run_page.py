@@ -61,6 +61,8 @@ def run_section(run: RunResult, level: int = 3) -> str:
 def _figures(run: RunResult) -> str:
     low, total = len(run.epochs[-1].policy) if run.epochs else 0, len(run.sites)
     spent = f"at δ = {show_delta(run.delta)}" if run.epsilon is not None else "not private: a control"
+    if run.epsilon is not None and not run.config.secure_mode:
+        spent += ", if nobody knows the seed (secure mode was off)"
     where = f"the model evaluated with {low} of {total} sites in {run.config.format}, as in the last epoch"
     figures = [
         (

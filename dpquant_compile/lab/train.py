@@ -3,6 +3,7 @@
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -72,9 +73,17 @@ class Run:
         self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
         self.rows: list[EpochRow] = []
         self.split = _data(get_recipe(config.recipe), config.data)
-        assert config.max_grad_norm is not None  # recipes say which
-        private = config.privacy == "dp"
-        noise = _noise(config, len(self.split.train_x)) if private else 0.0
+        assert config.max_grad_norm is not None and config.batch_size is not None  # recipes say which
+        private, size = config.privacy == "dp", len(self.split.train_x)
+        if config.batch_size > size:
+            raise LabError(f"batch_size={config.batch_size}: {config.recipe} has {size} samples to train on")
+        if private and config.delta is not None and config.delta * size >= 1:
+            warnings.warn(
+                f"delta={config.delta:g} is not below 1/N = {1 / size:.2g}: with such a δ a mechanism may publish a "
+                "whole record and still keep its ε",
+                stacklevel=2,
+            )
+        noise = _noise(config, size) if private else 0.0
         self._claim()  # by now the data are there and a target can be kept: bad input leaves no folder behind
         torch.manual_seed(config.seed)
         self.model = _fresh(config)
