@@ -36,7 +36,7 @@ docs: $(STAMP)
 
 # Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained.
 RUNS := out/evidence
-SWEEPS := degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),degradation_gtsrb schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_cifar10 adam_gtsrb)
+SWEEPS := degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_cifar10 adam_gtsrb)
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
 	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \

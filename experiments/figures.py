@@ -19,6 +19,7 @@ SERIES = {
     "pls": ("uniform draws", "#4c78a8", "s"),
     "dpquant paper": ("DPQuant, published estimator", "#e45756", "^"),
     "dpquant per_sample": ("DPQuant, per-sample estimator", "#2a9d5c", "D"),
+    "dpquant per_sample, every epoch": ("the same, after every epoch", "#114b2d", "v"),
 }
 
 
@@ -34,6 +35,8 @@ def grouped(rows: list[dict[str, str]], column: str) -> dict[str, dict[float, li
     for row in rows:
         budget, scheduler = float(row["budget"]), row["scheduler"]
         name = f"{scheduler} {row['estimator']}" if scheduler == "dpquant" else scheduler
+        if scheduler == "dpquant" and row["n_interval"] == "1":
+            name += ", every epoch"
         if 0 < budget < 1:
             found[name][budget].append(100 * float(row[column]))
         else:
@@ -100,6 +103,7 @@ def main() -> None:
     sets = {
         "schedules_digits": "digits",
         "schedules_gtsrb": "traffic signs",
+        "schedules_gtsrb_medium": "traffic signs, wider",
         "schedules_cifar10": "CIFAR-10",
     }
     there = {file: title for file, title in sets.items() if (args.results / f"{file}.csv").exists()}
