@@ -203,7 +203,7 @@ DIGITS = ["cnn-digits", "--epochs", "2", "--batch-size", "512", "--budget", "0.5
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # each process imports torch and compiles
 def test_digits_stop_and_go_on_in_processes(tmp_path: Path) -> None:
-    epochs = 12  # many more than one, or a quick machine is done before the signal comes
+    epochs = 24  # many more than one, or a quick machine is done before the signal comes
     words = ["train", *DIGITS, "--epochs", str(epochs), "--out", "runs", "--json"]
     command = [sys.executable, "-m", "dpquant_compile.cli", *words]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

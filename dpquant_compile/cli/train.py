@@ -126,14 +126,18 @@ def check_data(config: "RunConfig") -> None:
         raise InputError(f"data={config.data!r} is no folder. Fix: --data FOLDER, see `dpquant recipes`")
 
 
-_STATES = {"done": "done before", "begun": "going on from its last checkpoint", "new": "starting"}
+_STATES = {
+    "done": "done before",
+    "begun": "going on from its last checkpoint",
+    "again": "starting again; its ledger holds an earlier attempt, which is counted",
+    "new": "starting",
+}
 
 
 def run_state(folder: Path) -> str:
-    """What is in a run folder: "done", "begun" or "new"."""
-    if (folder / "result.json").exists():
-        return "done"
-    return "begun" if (folder / "checkpoint.pt").exists() else "new"
+    """What is in a run folder: "done", "begun", "again" (spent, and lost) or "new"."""
+    files = {"result.json": "done", "checkpoint.pt": "begun", "ledger.json": "again"}
+    return next((state for name, state in files.items() if (folder / name).exists()), "new")
 
 
 @contextmanager
