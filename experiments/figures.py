@@ -67,7 +67,9 @@ def schedules(results: Path, names: dict[str, str], out: Path) -> None:
                     axes.annotate("no site" if name == "full" else "all sites", (50, level), fontsize=7, va="bottom")
             axes.set(title=f"{title}, evaluated in {words}", xlabel="sites in FP4 (%)", ylabel="test accuracy (%)")
             axes.title.set_fontsize(9)
-    panels[0][0].legend(fontsize=7)
+    drawn = [axes.get_legend_handles_labels() for axes in panels.flat]
+    signs = {label: sign for signs, labels in drawn for sign, label in zip(signs, labels, strict=True)}
+    panels[0][0].legend(list(signs.values()), list(signs), fontsize=7)
     figure.savefig(out)
 
 
