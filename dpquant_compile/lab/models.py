@@ -109,10 +109,10 @@ def _from_file(models: Any, name: str, path: Path) -> Any:
         heads = [value for value in state.values() if value.dim() == 2]
         net = models.get_model(name, num_classes=heads[-1].shape[0])
         net.load_state_dict(state)  # which casts
+        if "stem1" in path.name:
+            net.conv1.stride = (1, 1)
     except Exception as error:  # whatever a file may hold
         raise LabError(f"{path} does not hold the weights of {name}: {error}. Fix: another file, or none") from error
-    if "stem1" in path.name:
-        net.conv1.stride = (1, 1)
     return net
 
 

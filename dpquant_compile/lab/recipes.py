@@ -129,24 +129,27 @@ register_recipe(
 )
 
 
-def _small(data_name: str, what: str, loader: Callable[..., Split], needs: str, classes: int) -> None:
-    """The same network in two sizes: one for a run of a minute on one core, and one of twice the width for three."""
-    for size, widths, epochs in (("small", (8, 16, 32), 8), ("medium", (16, 32, 64), 10)):
-        register_recipe(
-            TrainRecipe(
-                f"cnn-{data_name}-{size}",
-                f"a CNN of twelve sites, {widths[-1]} channels wide, on {what}",
-                lambda folder, widths=widths: SmallNet(classes, widths),  # type: ignore[misc]
-                loader,
-                needs,
-                dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=epochs, physical=608),
-                small=True,
-            )
+def _cnn(
+    name: str, what: str, loader: Callable[..., Split], needs: str, build: Callable[[], nn.Module], epochs: int
+) -> None:
+    register_recipe(
+        TrainRecipe(
+            name,
+            f"a CNN of twelve sites on {what}",
+            lambda folder: build(),
+            loader,
+            needs,
+            dict(lr=2.0, lr_adam=0.005, batch_size=512, epochs=epochs, physical=608),
+            small=True,
         )
+    )
 
 
-_small("gtsrb", "every third frame of GTSRB", partial(data.gtsrb, every=3, test=4000), _GTSRB, 43)
-_small("cifar10", "a quarter of CIFAR-10", partial(data.cifar10, train=12_500, test=4000), _CIFAR, 10)
+_SIGNS, _THIRD = partial(data.gtsrb, every=3, test=4000), "every third frame of GTSRB"
+_QUARTER = partial(data.cifar10, train=12_500, test=4000)
+_cnn("cnn-gtsrb-small", _THIRD, _SIGNS, _GTSRB, partial(SmallNet, 43, (8, 16, 32)), 8)
+_cnn("cnn-gtsrb-medium", f"{_THIRD}, of twice the width", _SIGNS, _GTSRB, partial(SmallNet, 43, (16, 32, 64)), 10)
+_cnn("cnn-cifar10-small", "a quarter of CIFAR-10", _QUARTER, _CIFAR, partial(SmallNet, 10, (8, 16, 32)), 8)
 register_recipe(
     TrainRecipe(
         "resnet18-gtsrb-small",

@@ -82,7 +82,6 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
     )
     if any(run.epsilon is not None and not run.config.secure_mode for run in runs):
         words += " ε holds as long as nobody knows the seeds, from which the noise follows: secure mode was off."
-    text = f"{text}</p><p>{words}"
     recipes = sorted({run.config.recipe for run in runs})
     choose = ""
     if len(recipes) > 1:
@@ -91,7 +90,7 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
             '<p class="choose"><label for="recipe">Show</label> <select id="recipe">'
             f'<option value="">all recipes</option>{options}</select></p>'
         )
-    return f"<p>{text}</p>{choose}"
+    return f"<p>{text}</p><p>{words}</p>{choose}"
 
 
 def _many(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
