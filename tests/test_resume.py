@@ -4,100 +4,16 @@ import copy
 import multiprocessing
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from resuming import DELTA, EPOCHS, STEPS, engine_of, epoch, result_of, same
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import CheckpointError, LedgerError, PrivateTrainingError
+from dpquant_compile.errors import CheckpointError, PrivateTrainingError
 from dpquant_compile.private import noise
-
-EPOCHS, STEPS, DELTA = 5, 4, 1e-5
-Tell = Callable[[str], object]
-
-
-class Net(nn.Module):
-    """Four sites, and dropout, whose masks come from torch's global generator; [B, 6] to 3 classes."""
-
-    def __init__(self, width: int = 8, frozen: int = 4) -> None:
-        super().__init__()
-        self.body, self.drop = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width)), nn.Dropout(0.2)
-        self.side, self.fc = nn.Linear(6, width), nn.Linear(width, 3)
-        self.register_buffer("table", torch.ones(frozen))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.drop(torch.relu(self.body(x) + self.side(x)))) * self.table.mean()
-
-
-def engine_of(
-    folder: Path | None = None,
-    *,
-    model: Callable[[], nn.Module] = Net,
-    samples: int = 48,
-    secure: bool = False,
-    optimizer: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
-    compile_options: dict[str, Any] | None = None,
-    schedule: dict[str, Any] | None = None,
-    **options: Any,
-) -> dpq.PrivacyEngine:
-    """A run before its first step; with `schedule` None it has no scheduler."""
-    torch.manual_seed(5)
-    compiled = dpq.compile(
-        model(), **{"budget": 2, "backend": "reference", "inner": "eager", **(compile_options or {})}
-    )
-    path = None if folder is None else folder / "ledger.json"
-    engine = dpq.PrivacyEngine(accountant="rdp", secure_mode=secure, ledger_path=path)
-    x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))
-    engine.make_private(
-        module=compiled.train(),
-        optimizer=optimizer(compiled.parameters()),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(
-            TensorDataset(x, (x[:, 0] > 0).long()), batch_size=12, generator=torch.Generator().manual_seed(2)
-        ),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, "max_physical_batch_size": 8, **options},
-        **({} if secure else {"noise_generator": torch.Generator().manual_seed(3)}),
-    )
-    if schedule is not None:
-        dpq.Scheduler(engine, **{"epochs": EPOCHS, "n_interval": 1, "n_sample": 4, **schedule})
-    return engine
-
-
-def epoch(engine: dpq.PrivacyEngine, tell: Tell = lambda word: None) -> None:
-    """One epoch and the scheduler's step; each thing that is done is told to whoever watches."""
-    made = engine.made
-    for x, y in made.loader:
-        made.optimizer.zero_grad()
-        made.criterion(made.session.model(x), y).backward()
-        made.optimizer.step()
-        tell("step")
-    if engine.scheduler is not None:
-        engine.scheduler.step()
-        tell("scheduled")
-
-
-def result_of(engine: dpq.PrivacyEngine) -> dict[str, Any]:
-    """What two runs are compared by, without what names them; a copy, since training goes on in the same tensors."""
-    state = copy.deepcopy(engine.state_dict())
-    ledger = {"entries": [repr(entry) for entry in engine.ledger.entries], "epsilon": engine.get_epsilon(DELTA)}
-    return {**{name: state[name] for name in state if name != "ledger"}, "ledger": ledger}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equality of nested plain data, tensors bit for bit."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
-
 
 # Killed and started again
 
@@ -319,86 +235,3 @@ def test_an_engine_that_has_trained_does_not_go_back() -> None:
     with pytest.raises(CheckpointError, match="trained already"):
         engine.load_state_dict(state)
     assert same(result_of(engine), before)
-
-
-OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model": lambda: Net(width=6)}, "body.0.weight"),
-    "buffer": ({"model": lambda: Net(frozen=5)}, "table"),
-    "optimizer": ({"optimizer": lambda p: torch.optim.Adam(p, lr=0.1)}, "'SGD' saved, 'Adam' here"),
-    "format": ({"compile_options": {"format": "uniform4"}}, "recipe: 'luq_fp4.*uniform4"),
-    "rounding seed": ({"compile_options": {"seed": 8}}, "seed: 0 saved, 8 here"),
-    "clipping": ({"max_grad_norm": 1.0}, r"max_grad_norm: \[0.5\] saved, \[1.0\] here"),
-    "noise": ({"noise_multiplier": 2.0}, "noise_multiplier: 1.0 saved, 2.0 here"),
-    "data": ({"samples": 49}, "dataset size: 48 saved, 49 here"),
-    "micro-batches": ({"max_physical_batch_size": 12}, "max_physical_batch_size: 8 saved, 12 here"),
-    "schedule": ({"schedule": {"beta": 3.0}}, r"What differs: scheduler\.beta: 10\.0 saved, 3\.0 here$"),
-    "no schedule": ({"schedule": None}, "scheduler"),
-    "secure mode": ({"secure": True}, "secure_mode: False saved, True here"),
-}
-
-
-@pytest.fixture(scope="module")
-def trained() -> dict[str, Any]:
-    engine = engine_of(schedule={})
-    epoch(engine)
-    return engine.state_dict()
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(name: str, trained: dict[str, Any]) -> None:
-    options, message = OTHERS[name]
-    engine = engine_of(**{"schedule": {}, **options})
-    before = result_of(engine)
-    with pytest.raises(CheckpointError, match=message):
-        engine.load_state_dict(trained)
-    after = result_of(engine)
-    assert same(before, after)
-
-
-def test_broken_checkpoints_are_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
-    engine = engine_of(schedule={})
-    before = result_of(engine)
-    with pytest.raises(CheckpointError, match="version 99"):
-        engine.load_state_dict({**trained, "version": 99})
-    for missing in ("optimizer", "noise", "config"):
-        with pytest.raises(CheckpointError):
-            engine.load_state_dict({key: value for key, value in trained.items() if key != missing})
-    source = engine_of(schedule={})
-    source.save_checkpoint(path=tmp_path / "c.pt")
-    data = (tmp_path / "c.pt").read_bytes()
-    for size in (0, 10, len(data) // 2, len(data) - 1):
-        (tmp_path / "cut.pt").write_bytes(data[:size])
-        with pytest.raises(CheckpointError, match=r"cut\.pt"):
-            engine.load_checkpoint(path=tmp_path / "cut.pt")
-    torch.save({"weights": 1}, tmp_path / "other.pt")
-    for path in (tmp_path / "other.pt", tmp_path / "nowhere.pt"):
-        with pytest.raises(CheckpointError, match=path.name):
-            engine.load_checkpoint(path=path)
-    assert same(result_of(engine), before)
-
-
-def test_a_ledger_of_another_run_is_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
-    engine = engine_of(tmp_path, schedule={})
-    before = models_state(engine)
-    with pytest.raises((LedgerError, CheckpointError), match="different runs"):
-        engine.load_state_dict(trained)
-    assert same(models_state(engine), before)
-
-
-def models_state(engine: dpq.PrivacyEngine) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in engine.made.session.model.state_dict().items()}
-
-
-def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of()
-    engine.save_checkpoint(path=tmp_path / "c.pt")
-    old = (tmp_path / "c.pt").read_bytes()
-    epoch(engine)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="no space left"):
-        engine.save_checkpoint(path=tmp_path / "c.pt")
-    assert (tmp_path / "c.pt").read_bytes() == old
