@@ -110,6 +110,20 @@ def test_train_that_is_interrupted_goes_on(
     assert [row["policy"] for row in resumed["epochs"]] == [row["policy"] for row in whole["epochs"]]
 
 
+def test_a_lost_checkpoint_is_told_and_its_attempt_counted(
+    recipe: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    folder = here / first["folder"]
+    for name in ("result.json", "checkpoint.pt"):
+        (folder / name).unlink()
+    assert main(["train", recipe, "--json"]) == 0
+    said = capsys.readouterr()
+    assert "starting again; its ledger holds an earlier attempt" in said.err
+    assert json.loads(said.out)["epsilon"] > first["epsilon"]
+
+
 def test_train_of_a_control_is_not_called_private(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe, "--privacy", "clip", "--scheduler", "pls", "--epochs", "1"]) == 0
     printed = capsys.readouterr().out
