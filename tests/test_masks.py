@@ -14,6 +14,7 @@ import dpquant_compile as dpq
 from dpquant_compile.backends import native
 from dpquant_compile.errors import KernelError
 from dpquant_compile.private import program, savings
+from dpquant_compile.private.packed_masks import pack_masks
 from dpquant_compile.private.program import PrivateProgram
 from dpquant_compile.private.uses import read_attribute
 
@@ -181,7 +182,8 @@ def test_bits_say_where_a_number_is_not_below_or_at_zero(
         found = torch.ops.dpquant.relu_grad(torch.full_like(x, torch.nan), bits, grad, low, sites)
         assert torch.equal(found, expected) and found.stride() == x.stride()
         low[1] = False  # one of the two reads numbers: so does ReLU
-        assert torch.equal(torch.ops.dpquant.relu_grad(x, bits, grad, low, sites), expected)
+        unread = torch.full_like(bits, 255)
+        assert torch.equal(torch.ops.dpquant.relu_grad(x, unread, grad, low, sites), expected)
         low[1] = True
 
 
@@ -279,8 +281,16 @@ def test_long_ways_to_a_mask_are_not_gone_again(steps: int, diamonds: bool, monk
     x = batch()
     with without_masks(monkeypatch):
         expected = clipped_sums(made(lambda: Deep(steps, diamonds), policy="all"), [x])
+    packed: list[int] = []
+
+    def counted(gm: Any, count: int) -> int:
+        packed.append(pack_masks(gm, count) - count)
+        return count + packed[-1]
+
+    monkeypatch.setattr(program, "pack_masks", counted)
     found = clipped_sums(made(lambda: Deep(steps, diamonds), policy="all"), [x])
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert packed == [int(steps > 2)]  # a bit for each element instead
 
 
 def test_a_gradient_that_is_not_like_the_output_is_refused() -> None:
