@@ -31,6 +31,15 @@ def build():
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 8 * 8, 5))
 
 
+def normed(frozen=False):
+    norm = nn.BatchNorm2d(4)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm.eval() if frozen else norm)
+
+
+def frozen():
+    return normed(frozen=True)
+
+
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
@@ -67,7 +76,7 @@ def test_help_and_usage_in_a_process(tmp_path: Path) -> None:
     assert helped.returncode == 0
     assert all(command.name in helped.stdout for command in COMMANDS) and "examples:" in helped.stdout
     wrong = dpquant("trian", cwd=tmp_path)
-    assert wrong.returncode == 2 and "invalid choice" in wrong.stderr and not wrong.stdout
+    assert wrong.returncode == 2 and "'trian'. Did you mean train?" in wrong.stderr and not wrong.stdout
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +196,12 @@ def test_sites_without_an_input_says_what_is_missing(here: Path, capsys: pytest.
     assert main(["sites", "tiny_models:build"]) == 0
     said = capsys.readouterr()
     assert re.search(r"0 +conv2d +4×3×3×3 +– +– +–", said.out) and "--input" in said.err
+
+
+@pytest.mark.parametrize(("build", "told"), [("normed", True), ("frozen", False), ("build", False)])
+def test_sites_tells_of_batch_norm(build: str, told: bool, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sites", f"tiny_models:{build}", "--input", "2x3x8x8"]) == 0
+    assert ("will refuse this model: layer '1' (BatchNorm2d)" in capsys.readouterr().err) == told
 
 
 def test_sites_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from dpquant_compile.private.plan import plan
 PUBLISHED = (
     "resnet18-cifar10 resnet18-gtsrb resnet50-gtsrb densenet121-cifar10 densenet121-gtsrb resnet18-emnist bert-snli"
 )
-SMALL = "cnn-digits cnn-gtsrb-small resnet18-gtsrb-small cnn-cifar10-small minilm-snli-small"
+SMALL = "cnn-digits cnn-gtsrb-small resnet18-gtsrb-small resnet18-gtsrb-tuned cnn-cifar10-small minilm-snli-small"
 
 
 def tiny_data(folder: Path | None) -> Split:

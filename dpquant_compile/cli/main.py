@@ -85,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser()
+    names = [command.name for command in COMMANDS]
+    if words and not words[0].startswith("-") and words[0] not in names:
+        hint = did_you_mean(words[0], names)
+        parser.error(f"there is no command {words[0]!r}.{hint} Commands: {', '.join(names)}")
     args, unknown = parser.parse_known_args(words[:cut])
     if unknown:
         args.parser.error(_unknown(unknown, args.parser))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpquant_compile.cli.command import DONE, Command
 from dpquant_compile.cli.models import InputSpec, capture
+from dpquant_compile.errors import IsolationError
 
 if TYPE_CHECKING:
     from dpquant_compile.cli.output import Output
@@ -28,10 +29,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, output: "Output") -> int:
-    sites = capture(args.model, args.input, args.data).sites
+    from dpquant_compile.private.arguments import refuse_batch_norm
+
+    model = capture(args.model, args.input, args.data)
+    sites = model.sites
     _show(args.model, sites, output)
     if any(site.flops is None for site in sites):
         output.note("Output shapes and FLOPs are not known without --input, such as --input 1x3x32x32.")
+    try:
+        refuse_batch_norm(model)
+    except IsolationError as error:
+        output.note(f"Private training will refuse this model: {error}.")
     return DONE
 
 

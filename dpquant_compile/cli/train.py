@@ -44,7 +44,13 @@ OPTIONS = (
     Option("quantize_outputs", str, "none (default), flow or all", "low precision"),
     Option("privacy", str, "dp (default); as controls that are not private, clip (no noise) or none", "privacy"),
     Option("noise_multiplier", float, "σ of training; default: the recipe's", "privacy"),
-    Option("target_epsilon", float, "choose σ so that training and analyses together keep this ε", "privacy"),
+    Option(
+        "target_epsilon",
+        float,
+        "choose σ so that training and analyses together keep this ε; beside --noise-multiplier it is a limit instead, "
+        "and a run that reaches it ends there with an error",
+        "privacy",
+    ),
     Option("delta", float, "default: the recipe's", "privacy"),
     Option("secure_mode", bool, "noise and samples from the system's entropy; such a run does not repeat", "privacy"),
     Option("max_grad_norm", float, "what gradients are clipped to; default: the recipe's", "privacy"),

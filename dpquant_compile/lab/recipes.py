@@ -155,9 +155,20 @@ register_recipe(
         "resnet18-gtsrb-small",
         "ResNet18 with GroupNorm from scratch on every third frame of GTSRB",
         lambda folder: from_torchvision("resnet18", 43, pretrained=False),
-        partial(data.gtsrb, every=3, test=4000),
+        _SIGNS,
         _GTSRB,
         dict(lr=1.0, lr_adam=0.003, batch_size=512, epochs=5),
+        small=True,
+    )
+)
+register_recipe(
+    TrainRecipe(
+        "resnet18-gtsrb-tuned",
+        "ResNet18 with GroupNorm from pretrained weights on every sixth frame of GTSRB",
+        lambda folder: from_torchvision("resnet18", 43, pretrained=True, folder=folder),
+        partial(data.gtsrb, every=6, test=2000),
+        f"{_GTSRB}; weights in resnet18_….pth, or torchvision's, which are fetched",
+        dict(lr=1.5, lr_adam=0.003, lr_decay="linear", batch_size=512, epochs=4),
         small=True,
     )
 )
