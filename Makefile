@@ -36,11 +36,14 @@ docs: $(STAMP)
 
 # Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained.
 RUNS := out/evidence
-SWEEPS := degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_cifar10 adam_gtsrb)
+SIGNS := schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_gtsrb_tuned adam_gtsrb
+IMAGES := $(SIGNS) schedules_cifar10 schedules_cifar10_tuned
+SWEEPS := degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),$(IMAGES))
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
 	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \
-	  $(BIN)/dpquant report $(RUNS)/$$name -o $(RUNS)/$$name.html --csv $(RUNS)/$$name.csv --markdown $(RUNS)/$$name.md; \
+	  $(BIN)/dpquant report $(RUNS)/$$name -o $(RUNS)/$$name.html --csv $(RUNS)/$$name.csv --markdown $(RUNS)/$$name.md \
+	    $(if $(DATA),--data $(DATA)); \
 	done
 	@set -e; for name in estimator_ranks gradient_norms training_signal known_ranks; do \
 	  $(BIN)/python experiments/$$name.py --recipe cnn-digits --out $(RUNS)/$${name}_digits.json; \

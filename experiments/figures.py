@@ -19,7 +19,7 @@ SERIES = {
     "pls": ("uniform draws", "#4c78a8", "s"),
     "dpquant paper": ("DPQuant, published estimator", "#e45756", "^"),
     "dpquant per_sample": ("DPQuant, per-sample estimator", "#2a9d5c", "D"),
-    "dpquant per_sample, every epoch": ("the same, after every epoch", "#114b2d", "v"),
+    "dpquant per_sample, every epoch": ("DPQuant, per-sample, after every epoch", "#114b2d", "v"),
 }
 
 
@@ -108,8 +108,14 @@ def main() -> None:
         "schedules_gtsrb_medium": "traffic signs, wider",
         "schedules_cifar10": "CIFAR-10",
     }
-    there = {file: title for file, title in sets.items() if (args.results / f"{file}.csv").exists()}
-    schedules(args.results, there, args.out / "evidence_schedules.svg")
+    tuned = {
+        "schedules_gtsrb_tuned": "traffic signs, ResNet18 from pretrained weights",
+        "schedules_cifar10_tuned": "CIFAR-10, the same",
+    }
+    for name, panels in (("schedules", sets), ("tuned", tuned)):
+        there = {file: title for file, title in panels.items() if (args.results / f"{file}.csv").exists()}
+        if there:
+            schedules(args.results, there, args.out / f"evidence_{name}.svg")
     measured = {"estimator_ranks_digits": "digits", "estimator_ranks_gtsrb": "traffic signs"}
     found = {file: title for file, title in measured.items() if (args.results / f"{file}.json").exists()}
     ranks(args.results, found, args.out / "evidence_ranks.svg")

@@ -38,7 +38,7 @@ def test_every_script_has_a_smoke_run() -> None:
 def test_the_figures_are_those_of_the_results(tmp_path: Path) -> None:
     command = [sys.executable, FOLDER / "figures.py", "--results", FOLDER / "results", "--out", tmp_path]
     subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True)
-    for name in ("evidence_schedules.svg", "evidence_ranks.svg"):
+    for name in ("evidence_schedules.svg", "evidence_tuned.svg", "evidence_ranks.svg"):
         assert "<svg" in (tmp_path / name).read_text() and (ROOT / "docs" / "assets" / name).exists()
 
 

@@ -161,17 +161,24 @@ register_recipe(
         small=True,
     )
 )
-register_recipe(
-    TrainRecipe(
-        "resnet18-gtsrb-tuned",
-        "ResNet18 with GroupNorm from pretrained weights on every sixth frame of GTSRB",
-        lambda folder: from_torchvision("resnet18", 43, pretrained=True, folder=folder),
-        partial(data.gtsrb, every=6, test=2000),
-        f"{_GTSRB}; weights in resnet18_….pth, or torchvision's, which are fetched",
-        dict(lr=1.5, lr_adam=0.003, lr_decay="linear", batch_size=512, epochs=4),
-        small=True,
+
+
+def _tuned(name: str, what: str, loader: Callable[..., Split], needs: str, classes: int, epochs: int) -> None:
+    register_recipe(
+        TrainRecipe(
+            f"resnet18-{name}-tuned",
+            f"ResNet18 with GroupNorm from pretrained weights on {what}",
+            lambda folder: from_torchvision("resnet18", classes, pretrained=True, folder=folder),
+            loader,
+            f"{needs}; weights in resnet18_….pth, or torchvision's, which are fetched",
+            dict(lr=1.5, lr_adam=0.003, lr_decay="linear", batch_size=512, epochs=epochs),
+            small=True,
+        )
     )
-)
+
+
+_tuned("gtsrb", "every sixth frame of GTSRB", partial(data.gtsrb, every=6, test=2000), _GTSRB, 43, 4)
+_tuned("cifar10", "a tenth of CIFAR-10", partial(data.cifar10, train=5000, test=2000), _CIFAR, 10, 3)
 register_recipe(
     TrainRecipe(
         "minilm-snli-small",
