@@ -64,7 +64,8 @@ def schedules(results: Path, names: dict[str, str], out: Path) -> None:
                 if found.get(name):
                     level = statistics.fmean(found[name][budget])
                     axes.axhline(level, color="#bbbbbb", linestyle=":" if name == "full" else "--", linewidth=1)
-                    axes.annotate("no site" if name == "full" else "all sites", (50, level), fontsize=7, va="bottom")
+                    text, place = ("no site" if name == "full" else "all sites"), ("axes fraction", "data")
+                    axes.annotate(text, (0.01, level), xycoords=place, fontsize=7, va="bottom")
             axes.set(title=f"{title}, evaluated in {words}", xlabel="sites in FP4 (%)", ylabel="test accuracy (%)")
             axes.title.set_fontsize(9)
     drawn = [axes.get_legend_handles_labels() for axes in panels.flat]
