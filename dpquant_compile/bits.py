@@ -5,17 +5,21 @@ with ids of their own, in every split into micro-batches. The upper levels of th
 tensor or per sample; the element level, which runs for every number that is quantized, is plain int32 arithmetic that
 Inductor turns into one vector loop.
 
-The bits are for rounding. They are not cryptographic: the Gaussian noise of DP-SGD must not come from here.
+The bits are for rounding. They are not cryptographic: the Gaussian noise of DP-SGD must not come from here. A private
+run does not use `PublicBits`: it takes the keys of sites and the ids of samples from its secret
+(`private.secret_bits.SecretBits`), and only the element level from here.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["ROLES", "fold", "fold_int", "random_bits", "sample_keys", "site_keys"]
+__all__ = ["ROLES", "PublicBits", "RandomBits", "fold", "fold_int", "random_bits", "sample_keys", "site_keys"]
 
 ROLES = ("input", "weight", "grad_output", "output", "grad_input", "grad_weight")
 
@@ -71,6 +75,29 @@ def site_keys(seed: int, step: int, site_names: Sequence[str]) -> Tensor:
     hashes = torch.tensor([_role_hashes(name) for name in site_names], dtype=torch.int64)
     when = _hash64(f"{seed}\0{step}")
     return _mix64(hashes.reshape(len(site_names), len(ROLES)) + when)
+
+
+class RandomBits(Protocol):
+    """Where a training step's random bits come from: the keys of sites, and the ids that samples draw by."""
+
+    def site_keys(self, step: int, names: Sequence[str]) -> Tensor:
+        """A key for each site and role: int64 `[len(names), len(ROLES)]`."""
+
+    def sample_ids(self, step: int, ids: Tensor) -> Tensor:
+        """What stands for the samples `ids` (int64 `[B]`) in `sample_keys`."""
+
+
+@dataclass(frozen=True)
+class PublicBits:
+    """Bits that follow from a seed, which anyone may know: for training without privacy, and for evaluation."""
+
+    seed: int
+
+    def site_keys(self, step: int, names: Sequence[str]) -> Tensor:
+        return site_keys(self.seed, step, names)
+
+    def sample_ids(self, step: int, ids: Tensor) -> Tensor:
+        return ids
 
 
 def fold(key: Tensor, value: int) -> Tensor:

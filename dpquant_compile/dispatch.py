@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dpquant_compile.bits import ROLES, site_keys
+from dpquant_compile.bits import ROLES, PublicBits, RandomBits
 from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.policy import Policy, resolve_policy
 
@@ -40,11 +40,12 @@ class Dispatcher:
     The step advances when parameters changed since the last training forward (an optimizer step), so that all
     forwards between two optimizer steps see one rounding of the weights. The random bits are a function of
     (seed, step, site, role, sample, element), with its place in the batch as a sample's id unless `sample_ids` are set.
+    Private training gives `begin` bits of its own, which are secret, in place of those of the seed.
     """
 
     def __init__(self, names: Sequence[str], seed: int, policy: Policy) -> None:
         self.names = tuple(names)
-        self.seed = seed
+        self.bits: RandomBits = PublicBits(seed)
         self.table = LinkTable(len(self.names))
         self.step = 0
         self.policy = policy
@@ -58,23 +59,43 @@ class Dispatcher:
         return self.policy
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, *, batch: int, device: torch.device, low: bool, parameters: Iterable[Tensor] | None) -> None:
-        """Bring the link table up to date before a forward. `parameters` are given in training only."""
-        with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
-            self._begin(batch, device, low, parameters)
+    def begin(
+        self,
+        *,
+        batch: int,
+        device: torch.device,
+        low: bool,
+        parameters: Iterable[Tensor] | None,
+        bits: RandomBits | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        """Bring the link table up to date before a forward. `parameters` are given in training only.
 
-    def _begin(self, batch: int, device: torch.device, low: bool, parameters: Iterable[Tensor] | None) -> None:
+        `bits` and `ids` are of private training; without them the bits are those of the seed and of `sample_ids`.
+        """
+        with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
+            self._begin(batch, device, low, parameters, bits or self.bits, self.sample_ids if ids is None else ids)
+
+    def _begin(
+        self,
+        batch: int,
+        device: torch.device,
+        low: bool,
+        parameters: Iterable[Tensor] | None,
+        bits: RandomBits,
+        ids: Tensor | None,
+    ) -> None:
         if parameters is not None:
             versions = _versions(parameters)
             if self._versions is not None and versions != self._versions:
                 self.step += 1
             self._versions = versions
         table = self.table
-        self._show_samples(batch, device)
-        wanted = (self.policy if low else None, self.seed, self.step, device)
+        self._show_samples(batch, device, ids, bits)
+        wanted = (self.policy if low else None, bits, self.step, device)
         if wanted != self._shown:
             table.policy = torch.tensor(self.policy.mask if low else [False] * len(self.names), dtype=torch.bool)
-            table.keys = site_keys(self.seed, self.step, self.names).to(device)
+            table.keys = bits.site_keys(self.step, self.names).to(device)
             self._shown = wanted
 
     def extend(self, names: Sequence[str]) -> None:
@@ -91,16 +112,16 @@ class Dispatcher:
         """Whether parameters changed since the last training forward."""
         return self._versions is not None and _versions(parameters) != self._versions
 
-    def _show_samples(self, batch: int, device: torch.device) -> None:
+    def _show_samples(self, batch: int, device: torch.device, ids: Tensor | None, bits: RandomBits) -> None:
         table, size = self.table, max(FIRST_CAPACITY, 1 << max(batch - 1, 0).bit_length())
-        if self.sample_ids is not None:
-            if self.sample_ids.shape != (batch,):
+        if ids is not None:
+            if ids.shape != (batch,):
                 raise CompileSpecError(
-                    f"sample_ids has shape {tuple(self.sample_ids.shape)} for a batch of {batch}: give one id per "
-                    "sample, or None to number them by their places"
+                    f"sample_ids has shape {tuple(ids.shape)} for a batch of {batch}: give one id per sample, or None "
+                    "to number them by their places"
                 )
             samples = torch.zeros(max(size, table.samples.shape[0]), dtype=torch.int64)
-            samples[:batch] = self.sample_ids
+            samples[:batch] = bits.sample_ids(self.step, ids)
             table.samples, self._placed = samples.to(device), False
         elif batch > table.samples.shape[0] or not self._placed or table.samples.device != device:
             table.samples = torch.arange(max(size, table.samples.shape[0]), device=device)

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph
+from dpquant_compile.bits import RandomBits
 from dpquant_compile.dispatch import Dispatcher, LinkTable
 from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
@@ -117,24 +118,25 @@ class CompiledModule(nn.Module):
 
     # Private training
 
-    def attach(self, runner: Runner | None) -> Internals:
+    def internals(self) -> Internals:
+        """What a privacy engine builds on."""
+        return Internals(self._original, self._programs, self._spec, self._begin_private)
+
+    def attach(self, runner: Runner | None) -> None:
         """Let `runner` take this model's training forwards, as a privacy engine does; None gives them back."""
         self.__dict__["_private"] = runner
-        return Internals(self._original, self._programs, self._spec, self._begin_private)
 
     def is_run_by(self, runner: Runner) -> bool:
         """Whether `runner` is the one that takes this model's training forwards now."""
         return self.__dict__["_private"] is runner
 
-    def _begin_private(self, batch: int, ids: torch.Tensor | None) -> LinkTable:
-        own, self._dispatcher.sample_ids = self._dispatcher.sample_ids, ids
-        self._begin(batch, True)
-        self._dispatcher.sample_ids = own
+    def _begin_private(self, batch: int, ids: torch.Tensor, bits: RandomBits) -> LinkTable:
+        self._begin(batch, True, bits=bits, ids=ids)
         return self._dispatcher.table
 
-    def _begin(self, batch: int, low: bool) -> None:
+    def _begin(self, batch: int, low: bool, **private: Any) -> None:
         parameters = self._original.parameters() if self._original.training else None
-        self._dispatcher.begin(batch=batch, device=self._device(), low=low, parameters=parameters)
+        self._dispatcher.begin(batch=batch, device=self._device(), low=low, parameters=parameters, **private)
 
     # Sites and policies
 
@@ -176,7 +178,10 @@ class CompiledModule(nn.Module):
 
     @property
     def sample_ids(self) -> torch.Tensor | None:
-        """The ids that the random bits of the next batches' samples are drawn by; None: their places in the batch."""
+        """The ids that the random bits of the next batches' samples are drawn by; None: their places in the batch.
+
+        In private training they name the samples of a batch that did not come from the loader, each once.
+        """
         return self._dispatcher.sample_ids
 
     @sample_ids.setter

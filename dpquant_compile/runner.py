@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.utils._expanded_weights import ExpandedWeight
 
+from dpquant_compile.bits import RandomBits
 from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.programs import Programs
@@ -29,13 +30,14 @@ class Runner(Protocol):
 class Internals:
     """What a privacy engine builds on: the model, its captured programs, and the link table of a batch.
 
-    `begin(batch, ids)` brings the link table up to date for a training forward on `batch` samples with these ids.
+    `begin(batch, ids, bits)` brings the link table up to date for a training forward on `batch` samples with these ids,
+    which draws its random bits from `bits`.
     """
 
     original: nn.Module
     programs: Programs
     spec: CompileSpec
-    begin: Callable[[int, Tensor | None], LinkTable]
+    begin: Callable[[int, Tensor, RandomBits], LinkTable]
 
 
 def refuse_grad_samplers(model: nn.Module) -> None:

@@ -131,6 +131,7 @@ def _parts(engine: PrivacyEngine, around: Callable[[str], AbstractContextManager
         (made.session, "run", "forward"),
         (torch.autograd, "backward", "backward"),  # Tensor.backward calls it too
         (made.optimizer, "add_noise", "noise"),
+        (made.optimizer, "_settle", "other_optimizer"),
         (made.optimizer, "scale_grad", "scale"),
         (made.optimizer, "step", "other_optimizer"),
         (made.optimizer, "zero_grad", "other_optimizer"),

@@ -1,6 +1,6 @@
 """What the tests of private training share: a model made private on a fixed batch, and the reference it must equal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
+from dpquant_compile.private import engine as engine_module
 from dpquant_compile.private.clipping import STABILITY
+from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.private.secret_bits import SecretBits
+
+SECRET = 77
 
 
 def made_private(
@@ -21,15 +26,19 @@ def made_private(
     policy: Any = "none",
     optimizer: Any = None,
     noise_multiplier: float = 0.0,
+    private: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[dpq.CompiledModule, PrivateOptimizer, dpq.PrivacyEngine]:
-    """A compiled model in train() under an engine, with the sum as its loss reduction, for batches given by hand."""
+    """A compiled model in train() under an engine, with the sum as its loss reduction, for batches given by hand.
+
+    Its secret is that of `SECRET`, so that a reference can round alike. `private` holds more words for make_private.
+    """
     compiled = dpq.compile(model, budget=0, **{"backend": "reference", **options})
     compiled.train()
     engine = dpq.PrivacyEngine(accountant="rdp")
     data = TensorDataset(torch.zeros(4 * physical, 1))
     optimizer = optimizer or torch.optim.SGD([p for p in compiled.parameters() if p.requires_grad], lr=0.0)
-    compiled, private, _ = engine.make_private(
+    compiled, made, _ = engine.make_private(
         module=compiled,
         optimizer=optimizer,
         data_loader=DataLoader(data, batch_size=physical),
@@ -38,9 +47,17 @@ def made_private(
         clipping=clipping,
         max_physical_batch_size=physical,
         loss_reduction="sum",
+        noise_generator=torch.Generator().manual_seed(SECRET),
+        **(private or {}),
     )
     compiled.set_policy(policy)
-    return compiled, private, engine
+    return compiled, made, engine
+
+
+def secret_bits() -> SecretBits:
+    """The random bits of models that `made_private` made."""
+    noise = GaussianStream.from_generator(torch.Generator().manual_seed(SECRET))
+    return SecretBits(noise.derived_key(engine_module._BITS))
 
 
 def leaves(outputs: Any) -> list[Tensor]:
@@ -57,6 +74,7 @@ def weights_like(outputs: Sequence[Tensor], seed: int = 5) -> list[Tensor]:
 
 def clipped_sums(model: dpq.CompiledModule, inputs: Sequence[Tensor], seed: int = 5) -> dict[str, Tensor]:
     """One private backward of Σ weights · outputs, and what it left in the parameters."""
+    model.__dict__["_private"].forget()  # what an earlier call has left: no step has used it
     outputs = leaves(model(*inputs))
     torch.autograd.backward(outputs, weights_like(outputs, seed))
     return {
@@ -81,6 +99,7 @@ def reference_sums(
     compiled = dpq.compile(model, budget=0, **{**options, "backend": "reference", "inner": "eager"})
     compiled.train()
     compiled.set_policy(policy)
+    compiled._dispatcher.bits = secret_bits()
     trainable = {name: p for name, p in compiled.named_parameters() if p.requires_grad}
     totals = {name: torch.zeros_like(p) for name, p in trainable.items()}
     with torch.no_grad():

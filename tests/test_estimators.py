@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from test_private_engine import Run, made, train
-from test_probe import OUTLIERS, batch_of, cross_entropy, ordered, rows
+from test_probe import OUTLIERS, batch_of, cross_entropy, group_of, ordered, rows
 from torch import Tensor, nn
 
 from dpquant_compile.errors import PrivacySpecError
@@ -19,7 +19,7 @@ from dpquant_compile.private.estimators import ADJACENCIES, Paper, PerSample, Se
 from dpquant_compile.private.loader import MicroBatch
 from dpquant_compile.private.probe import Batch, Probe
 
-GROUPS, EPOCH, PHYSICAL = 3, 2, 6
+NUMBER, PHYSICAL = 2, 6
 IDS = [3, 17, 4, 1001, 8]
 EXTRA = 50  # the id of the sample that neighbours differ in
 
@@ -46,7 +46,7 @@ def run_of(model: nn.Module | None = None, **options: Any) -> Run:
 
 
 def setting_of(run: Run, expected: float = 6.0) -> Setting:
-    return Setting(run.engine.session, run.optimizer, run.criterion, EPOCH, expected, GROUPS)
+    return Setting(run.engine.session, run.optimizer, run.criterion, NUMBER, expected)
 
 
 @lru_cache(maxsize=1)
@@ -61,14 +61,13 @@ def shared() -> tuple[Setting, list[frozenset[str]], Batch]:
 def with_sample(batch: Batch, x: Tensor, target: int) -> Batch:
     """The batch and one sample more."""
     args = (torch.cat([batch.args[0], x[None]]),)
-    return Batch(
-        args, {}, torch.cat([batch.target, torch.tensor([target])]), torch.cat([batch.ids, torch.tensor([EXTRA])])
-    )
+    ids = torch.cat([batch.ids, torch.tensor([EXTRA])])
+    return Batch(args, {}, torch.cat([batch.target, torch.tensor([target])]), ids, group_of(ids))
 
 
 def parts(batch: Batch) -> list[Batch]:
     """As a draw comes: groups together, in parts of at most the physical size."""
-    whole = ordered(batch, GROUPS)
+    whole = ordered(batch)
     return [rows(whole, range(i, min(i + PHYSICAL, len(whole.ids)))) for i in range(0, len(whole.ids), PHYSICAL)]
 
 
@@ -108,7 +107,7 @@ def test_the_papers_vector_moves_by_more_than_its_clipping_norm() -> None:
     """The published sensitivity is C. These neighbours, one sample apart, lie on opposite sides of the ball."""
     _, policies, batch = shared()
     estimator = Paper(repetitions=1)
-    steep = Batch((30 * batch.args[0],), {}, batch.target, batch.ids)  # its vector is longer than C
+    steep = Batch((30 * batch.args[0],), {}, batch.target, batch.ids, batch.groups)  # its vector is longer than C
     added, replaced = moved(estimator, policies, steep)
     assert added > 1.5 * estimator.clip
     for adjacency, distance in (("add_remove", added), ("replace_one", replaced)):
@@ -133,10 +132,7 @@ def test_per_sample_is_the_sum_of_clipped_differences() -> None:
     for i in range(len(IDS)):
         one = rows(batch, [i])
         # Steps of an analysis are negative and its own: no training step or other analysis has the same bits.
-        turns = [
-            Probe(setting.session.internals, cross_entropy, -1 - (2 * EPOCH + turn), GROUPS, setting.session.physical)
-            for turn in (0, 1)
-        ]
+        turns = [Probe(setting.session, cross_entropy, setting.step(turn)) for turn in (0, 1)]
         vector = torch.stack([probe.differences(one, policies)[0] for probe in turns]).double().mean(0)
         total += vector * min(1.0, 0.02 / float(vector.norm()))
     torch.testing.assert_close(estimator.measure(setting, policies, parts(batch)), total, rtol=1e-4, atol=1e-7)
@@ -145,7 +141,7 @@ def test_per_sample_is_the_sum_of_clipped_differences() -> None:
 
 def test_per_sample_does_not_depend_on_how_a_draw_is_cut() -> None:
     setting, policies, batch = shared()
-    whole = ordered(batch, GROUPS)
+    whole = ordered(batch)
     cut = [rows(whole, [0, 1]), rows(whole, [2]), rows(whole, [3, 4])]
     first, second = (PerSample().measure(setting, policies, batches) for batches in ([whole], cut))
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
@@ -157,7 +153,7 @@ def by_hand(run: Run, policy: frozenset[str], batches: Sequence[Batch], turn: in
     kept, step = models.state(model), model.step
     model.train()
     model.set_policy(policy)
-    model.step = -1 - (2 * EPOCH + turn)
+    model.step = setting_of(run).step(turn)
     for number, batch in enumerate(batches):
         session.announce(MicroBatch(batch.ids, first=number == 0, last=number + 1 == len(batches)))
         run.criterion(model(*batch.args), batch.target).backward()

@@ -127,9 +127,8 @@ def test_an_input_made_of_the_batch_is_refused() -> None:
 
     compiled, _, _ = made_private(Context(), 5)
     x = torch.randn(5, 4)
-    compiled(x, x.mean(0))
-    with pytest.raises(PrivateTrainingError, match=r"'context'.*no row per sample"):
-        compiled(x[1:], x[1:].mean(0))
+    with pytest.raises(PrivateTrainingError, match=r"'context'.*without a row per sample"):
+        compiled(x, x.mean(0))
 
 
 def test_bounds_go_by_parameter() -> None:

@@ -13,14 +13,15 @@ from test_private_engine import made
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpquant_compile.bits import ROLES, fold, site_keys
+from dpquant_compile.bits import ROLES, fold
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.private.loader import private_loader
-from dpquant_compile.private.probe import Batch, Probe, draw_batch, group_of, unpack_pair
+from dpquant_compile.private.probe import Batch, Probe, draw_batch, unpack_pair
+from dpquant_compile.private.session import Session
 from dpquant_compile.quantize import quantize_values
 from dpquant_compile.sites import BatchAxis
 
-STEP, GROUPS, SEED = -7, 4, 0
+STEP, GROUPS = -7, 4
 
 
 def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
@@ -35,19 +36,25 @@ def internals_of(model: nn.Module, shape: Sequence[int], **options: Any) -> Any:
     return run
 
 
+def group_of(ids: Tensor, groups: int = GROUPS) -> Tensor:
+    """Some function of the id."""
+    return (ids * 2_654_435_761 >> 9) % groups
+
+
 def batch_of(x: Tensor, ids: Sequence[int], classes: int = 3) -> Batch:
-    """Samples whose target is a function of their id, so that it goes with them."""
-    return Batch((x,), {}, torch.tensor([i % classes for i in ids]), torch.tensor(ids))
+    """Samples whose target, and group, is a function of their id, so that it goes with them."""
+    own = torch.tensor(ids)
+    return Batch((x,), {}, torch.tensor([i % classes for i in ids]), own, group_of(own))
 
 
 def rows(batch: Batch, keep: Sequence[int]) -> Batch:
     at = list(keep)
-    return Batch(tuple(a[at] for a in batch.args), {}, batch.target[at], batch.ids[at])
+    return Batch(tuple(a[at] for a in batch.args), {}, batch.target[at], batch.ids[at], batch.groups[at])
 
 
-def ordered(batch: Batch, groups: int = GROUPS) -> Batch:
+def ordered(batch: Batch) -> Batch:
     """As `draw_batch` gives it: the samples of a group side by side."""
-    return rows(batch, torch.argsort(group_of(batch.ids, groups), stable=True).tolist())
+    return rows(batch, torch.argsort(batch.groups, stable=True).tolist())
 
 
 # Against a brute force
@@ -85,11 +92,11 @@ class Twice(nn.Module):
 class Rounding:
     """One sample's rounded operands, from the counters that the documentation names and nothing of the probe's."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], policy: frozenset[str], sample: int, fmt: str) -> None:
-        keys = site_keys(SEED, STEP, list(names))
+    def __init__(self, session: Session, names: Sequence[str], policy: frozenset[str], sample: int, fmt: str) -> None:
+        keys, own = session.bits.site_keys(STEP, list(names)), torch.tensor([sample])
         self.keys = {name: keys[row] for row, name in enumerate(names)}
-        self.model, self.policy, self.fmt = model, policy, fmt
-        self.ids, self.group = torch.tensor([sample]), int(group_of(torch.tensor([sample]), GROUPS))
+        self.model, self.policy, self.fmt = session.internals.original, policy, fmt
+        self.ids, self.group = session.bits.sample_ids(STEP, own), int(group_of(own))
         self.calls: dict[str, int] = {}
 
     def site(self, name: str, x: Tensor, product: Callable[[Tensor, Tensor], Tensor], features: int) -> Tensor:
@@ -135,15 +142,13 @@ def test_differences_are_those_of_a_whole_run_under_each_policy(net: str, fmt: s
     names = run.model.sites.names
     batch = ordered(batch_of(torch.randn(len(IDS), *shape), IDS))
     policies = [frozenset({name}) for name in names] + [frozenset(names[:2]), frozenset(names), frozenset()]
-    got = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical).differences(
-        batch, policies
-    )
+    got = Probe(run.engine.session, cross_entropy, STEP).differences(batch, policies)
     for i, sample in enumerate(batch.ids.tolist()):
         for j, policy in enumerate(policies):
             with torch.no_grad():
                 low, base = (
                     cross_entropy(
-                        forward(Rounding(model, names, p, sample, fmt), batch.args[0][i : i + 1]),
+                        forward(Rounding(run.engine.session, names, p, sample, fmt), batch.args[0][i : i + 1]),
                         batch.target[i : i + 1],
                     )
                     for p in (policy, frozenset[str]())
@@ -157,7 +162,7 @@ def test_a_policy_costs_the_same_in_any_company() -> None:
     run = internals_of(models.seeded(models.GroupNormNet), (3, 8, 8))
     policies = [frozenset({name}) for name in run.model.sites.names]
     batch = ordered(batch_of(torch.randn(8, 3, 8, 8), IDS, 5))
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
+    probe = Probe(run.engine.session, cross_entropy, STEP)
     together = probe.differences(batch, policies)
     alone = torch.cat([probe.differences(batch, [policy]) for policy in policies], 1)
     backwards = probe.differences(batch, policies[::-1]).flip(1)
@@ -168,12 +173,7 @@ def test_a_policy_costs_the_same_in_any_company() -> None:
 def test_another_step_rounds_anew() -> None:
     run = internals_of(models.seeded(Convs), (2, 6, 6))
     batch, everything = ordered(batch_of(torch.randn(8, 2, 6, 6), IDS)), [frozenset(run.model.sites.names)]
-    first, second = (
-        Probe(run.engine.session.internals, cross_entropy, step, GROUPS, run.engine.session.physical).differences(
-            batch, everything
-        )
-        for step in (-7, -8)
-    )
+    first, second = (Probe(run.engine.session, cross_entropy, step).differences(batch, everything) for step in (-7, -8))
     assert (first != second).all()
 
 
@@ -182,7 +182,7 @@ def test_fast_kernels_measure_what_the_reference_measures() -> None:
     for backend in ("reference", "auto"):
         run = internals_of(models.seeded(Convs), (2, 6, 6), backend=backend)
         policies = [frozenset({name}) for name in run.model.sites.names]
-        probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
+        probe = Probe(run.engine.session, cross_entropy, STEP)
         found.append(probe.differences(ordered(batch_of(x, IDS)), policies))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=2e-5)
 
@@ -246,7 +246,7 @@ def test_a_sample_has_the_same_differences_in_any_batch(net: str) -> None:
     names = run.model.sites.names
     policies = [*(frozenset({name}) for name in names), frozenset(names)]
     x = torch.randn(len(IDS), *shape, generator=torch.Generator().manual_seed(4))
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
+    probe = Probe(run.engine.session, cross_entropy, STEP)
     places: dict[int, Tensor] = {}
     for change in OUTLIERS.values():
         changed = x.clone()
@@ -263,25 +263,21 @@ def test_a_sample_has_the_same_differences_in_any_batch(net: str) -> None:
 def test_samples_also_keep_their_differences_where_groups_do_not_lie_together() -> None:
     run = internals_of(models.seeded(Convs), (2, 6, 6))
     policies = [frozenset(run.model.sites.names)]
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
+    probe = Probe(run.engine.session, cross_entropy, STEP)
     mixed = batch_of(torch.randn(8, 2, 6, 6), IDS)
-    order = torch.argsort(group_of(mixed.ids, GROUPS), stable=True)
+    order = torch.argsort(mixed.groups, stable=True)
     a, b = probe.differences(mixed, policies)[order], probe.differences(rows(mixed, order.tolist()), policies)
     torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
 
 
-def test_groups_are_a_function_of_the_id_and_share_one_rounding_of_the_weights() -> None:
-    ids = torch.arange(20_000)
-    groups = group_of(ids, 7)
-    assert torch.equal(groups, torch.cat([group_of(ids[i : i + 999], 7) for i in range(0, 20_000, 999)]))
-    assert stats.chisquare(torch.bincount(groups, minlength=7).numpy()).pvalue > 1e-3
+def test_groups_share_one_rounding_of_the_weights() -> None:
     # Inputs of ±1 lie on the grid whatever their bits, so here a difference comes from the weights' rounding alone.
     run = internals_of(models.seeded(lambda: nn.Sequential(nn.Linear(6, 3))), (6,))
-    batch = Batch((torch.ones(64, 6),), {}, torch.zeros(64, dtype=torch.int64), torch.arange(64))
-    got = Probe(run.engine.session.internals, cross_entropy, STEP, 7, len(batch.ids)).differences(
-        batch, [frozenset({"0"})]
-    )[:, 0]
-    seen = {int(g): got[groups[:64] == g] for g in range(7)}
+    ids = torch.arange(run.engine.session.physical)
+    groups = ids % 7
+    batch = Batch((torch.ones(len(ids), 6),), {}, torch.zeros_like(ids), ids, groups)
+    got = Probe(run.engine.session, cross_entropy, STEP).differences(batch, [frozenset({"0"})])[:, 0]
+    seen = {int(g): got[groups == g] for g in range(7)}
     assert all((values - values[0]).abs().max() < 1e-6 for values in seen.values())
     assert len({round(float(values[0]), 4) for values in seen.values()}) == 7
 
@@ -313,7 +309,7 @@ def test_a_probe_leaves_no_trace_and_does_not_drop_out() -> None:
         run.model.step,
         {n: m.training for n, m in model.named_modules()},
     )
-    probe = Probe(run.engine.session.internals, cross_entropy, STEP, GROUPS, run.engine.session.physical)
+    probe = Probe(run.engine.session, cross_entropy, STEP)
     policies = [frozenset({"body"}), frozenset({"fc"})]
     first, second = probe.differences(batch, policies), probe.differences(batch, policies)
     assert torch.equal(first, second) and first.any() and not first.requires_grad
@@ -332,9 +328,7 @@ def test_modes_come_back_also_when_the_loss_raises() -> None:
         raise RuntimeError("no loss today")
 
     with pytest.raises(RuntimeError, match="no loss today"):
-        Probe(run.engine.session.internals, fails, STEP, GROUPS, run.engine.session.physical).differences(
-            batch_of(torch.randn(8, 6), IDS), []
-        )
+        Probe(run.engine.session, fails, STEP).differences(batch_of(torch.randn(8, 6), IDS), [])
     assert all(module.training for module in run.engine.session.internals.original.modules())
 
 
@@ -368,7 +362,12 @@ def test_a_draw_takes_each_sample_with_the_rate_and_gives_it_with_its_id() -> No
         data.read = []
         parts = list(
             draw_batch(
-                loader, rate, lambda n: torch.rand(n, generator=generator, dtype=torch.float64), 8, 3, unpack_pair
+                loader,
+                rate,
+                lambda n: torch.rand(n, generator=generator, dtype=torch.float64),
+                8,
+                group_of,
+                unpack_pair,
             )
         )
         ids = torch.cat([part.ids for part in parts])
@@ -376,7 +375,8 @@ def test_a_draw_takes_each_sample_with_the_rate_and_gives_it_with_its_id() -> No
         assert len(set(ids.tolist())) == len(ids) and sorted(data.read) == sorted(ids.tolist())
         for part in parts:
             assert torch.equal(part.args[0][:, 0], part.ids.float()) and torch.equal(part.target, part.ids % 3)
-        marks = group_of(ids, 3)
+        marks = torch.cat([part.groups for part in parts])
+        assert torch.equal(marks, group_of(ids))
         assert torch.equal(marks, marks.sort().values), "the samples of a group come side by side"
         counts[ids] += 1
         sizes.append(len(ids))
@@ -388,8 +388,8 @@ def test_a_draw_takes_each_sample_with_the_rate_and_gives_it_with_its_id() -> No
 
 def test_a_draw_of_none_or_of_all() -> None:
     loader = probe_loader(Numbers(20))
-    assert list(draw_batch(loader, 0.5, torch.ones, 8, 2, unpack_pair)) == []
-    parts = draw_batch(loader, 1.0, lambda n: torch.rand(n, dtype=torch.float64), 8, 2, unpack_pair)
+    assert list(draw_batch(loader, 0.5, torch.ones, 8, group_of, unpack_pair)) == []
+    parts = draw_batch(loader, 1.0, lambda n: torch.rand(n, dtype=torch.float64), 8, group_of, unpack_pair)
     assert sorted(i for part in parts for i in part.ids.tolist()) == list(range(20))
 
 

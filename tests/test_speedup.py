@@ -340,7 +340,7 @@ def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
         ("clip", lambda run: (per_sample, "sample_grads")),
         ("noise", lambda run: (run.optimizer.noise, "normal_like")),
         ("scale", lambda run: (torch, "_foreach_div_")),
-        ("other_optimizer", lambda run: (run.optimizer, "step_hook")),
+        ("other_optimizer", lambda run: (run.optimizer, "_settle")),
         ("other_optimizer", lambda run: (run.optimizer.original_optimizer, "step")),
         ("other", lambda run: (run.engine.session, "announce")),
     ],

@@ -21,6 +21,7 @@ from dpquant_compile.private.distributed import World
 from dpquant_compile.spec import CompileSpec
 
 __all__ = [
+    "DRAWS_RANDOM",
     "caveats",
     "check_world",
     "compiled_module",
@@ -142,6 +143,12 @@ def roomy(data_loader: DataLoader[Any], processes: int = 1) -> int:
     except TypeError:
         return 1  # the loader's own checks say what is wrong with it
     return 8 * math.ceil((expected + 4 * math.sqrt(expected)) / 8)
+
+
+DRAWS_RANDOM = (
+    "the model draws random numbers, as dropout does, from torch's generators. Their states are secret and new in "
+    "each forward, but they are not cryptographic: the claim takes what they draw for independent random bits"
+)
 
 
 def caveats(secure: bool, poisson: bool = True) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from dpquant_compile.private import arguments, checkpoint
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.criterion import PrivateCriterion
 from dpquant_compile.private.distributed import World, described
+from dpquant_compile.private.hooks import refuse_hooks
 from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.loader import (
     Hooks,
@@ -30,9 +31,12 @@ from dpquant_compile.private.loader import (
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
 from dpquant_compile.private.releases import Releases, fingerprint
+from dpquant_compile.private.secret_bits import SecretBits
 from dpquant_compile.private.session import Session
 
 __all__ = ["Made", "PrivacyEngine"]
+
+_BITS = b"dpquant bits v1"  # what the key of random bits is derived for
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     It is an `opacus.PrivacyEngine`: accountants, Poisson sampling, optimizers and checkpoints are Opacus'. What it
     replaces is how per-sample gradients are clipped: by one forward and one backward of the compiled program.
 
-    `secure_mode=True` draws noise and Poisson samples from the operating system's entropy, by AES-256 in counter mode.
-    Then a run cannot be repeated, and a resumed one goes on with new randomness.
+    `secure_mode=True` draws noise, Poisson samples and the bits of rounding from the operating system's entropy, by
+    AES-256. Then a run cannot be repeated, and a resumed one goes on with new randomness.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
         rand_on_empty: bool = False,
+        constant_inputs: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> Any:
         """Private versions of module, optimizer, criterion and loader, in this order; without a criterion three.
@@ -144,7 +149,10 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
                                  size and four standard deviations, of this process' share
         loss_reduction           "mean" or "sum"; None takes that of the criterion, or "mean"
         clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
-        noise_generator          the noise is reproducible from this generator's next number; not in secure mode
+        noise_generator          noise and rounding are reproducible from this generator's next number; not in secure
+                                 mode
+        constant_inputs          arguments of forward() that have no row per sample (a mask of positions, a flag), by
+                                 name, with the value that every call gives; others without rows are refused
 
         The rest is as in Opacus.
         """
@@ -181,8 +189,15 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._check_dataset(loader)
         noise = GaussianStream.secure() if self.secure_mode else GaussianStream.from_generator(noise_generator)
         session = Session(
-            model, parameters, bounds, limit, wrapped.reduction != "sum" if wrapped else reduction == "mean"
+            model,
+            parameters,
+            bounds,
+            limit,
+            wrapped.reduction != "sum" if wrapped else reduction == "mean",
+            bits=SecretBits(noise.derived_key(_BITS), world.rank),
+            constant_inputs=constant_inputs,
         )
+        refuse_hooks(model)
         holder.append(session)
         private = PrivateOptimizer(
             optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer,
@@ -191,16 +206,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             noise_multiplier=noise_multiplier,
             expected_batch_size=loader.expected_batch_size,
             loss_reduction=reduction,
+            settle=self._settle,
+            released=self._check_release,
             secure_mode=self.secure_mode,
             world=world,
         )
-        private.attach_step_hook(self._settle)
-        private.on_release = self._check_release
         self.ledger.caveats = arguments.caveats(self.secure_mode, poisson_sampling)
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world, default)
         self.planned_epochs = None
         self._join()
+        session.constants.freeze()
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 
     def make_private_with_epsilon(
@@ -254,8 +270,15 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         settings = {**checkpoint.config_of(self), "dataset": described(self.dataset), "policy": sorted(model.policy)}
         world.agree("in make_private", settings)
         world.copy_first([*model.parameters(), *model.buffers()])
+        self._share_bits()
         model.step = world.on_first("the step of the model, at make_private", lambda: model.step)
         self.copy_ledger()
+
+    def _share_bits(self) -> None:
+        """Let rounding, random operators and probes draw by a key that comes of the noise's; all processes by one."""
+        made = self.made
+        key = made.world.on_first("the key of random bits", lambda: made.noise.derived_key(_BITS))
+        made.session.take_bits(SecretBits(key, made.world.rank))
 
     def copy_ledger(self) -> None:
         """Give every process a ledger like that of rank 0, which alone has a file."""
@@ -319,10 +342,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         seed = made.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
         if made.loader.generator is not None:
             made.loader.generator.manual_seed(seed)
+        self._share_bits()
 
-    def _settle(self, optimizer: PrivateOptimizer) -> None:
+    def _settle(self) -> None:
         """See to it that the step that is about to add noise is accounted for, with that noise."""
-        session = self.made.session
+        session, optimizer = self.made.session, self.made.optimizer
+        if session.draws_random:
+            self.ledger.add_caveat(arguments.DRAWS_RANDOM)
         if session.paid is None:  # batches that did not come from the loader, or a second step for one
             self._pay()
         elif session.paid != optimizer.noise_multiplier:
@@ -360,6 +386,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         them again. Without it noise is new, and everything counts: for a run that goes on in another way.
         """
         checkpoint.load_into(self, state, replay and not self.secure_mode)
+        self._share_bits()
+        self.session.constants.freeze()
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
         """Write `state_dict()`, whole or not at all; `checkpoint_dict` is for what else should be in it.

@@ -26,18 +26,27 @@ __all__ = ["ADJACENCIES", "Estimator", "Paper", "PerSample", "Setting", "make_es
 
 ADJACENCIES = ("add_remove", "replace_one")
 
+_TURNS = 1 << 16  # more than an analysis has repetitions
+
 
 @dataclass(frozen=True)
 class Setting:
-    """What an analysis works on. `epoch` numbers it, `expected` is the expected size of its probe batch."""
+    """What an analysis works on.
+
+    number     of the analysis among all releases of the run: no other has the same, nor its random bits
+    expected   expected size of its probe batch
+    """
 
     session: Session
     optimizer: PrivateOptimizer
     criterion: PrivateCriterion
-    epoch: int
+    number: int
     expected: float
-    groups: int
     world: World = field(default_factory=World)
+
+    def step(self, turn: int) -> int:
+        """The step by which a repetition of this analysis draws random bits; training counts from 0 up."""
+        return -1 - (self.number * _TURNS + turn)
 
 
 class Estimator(Protocol):
@@ -86,13 +95,11 @@ class PerSample:
     def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
         """Σᵢ clip(dᵢ), dᵢ the differences of sample i; those that are not finite count as zero."""
         total = torch.zeros(len(policies), dtype=torch.float64)
-        internals = setting.session.internals
         losses = setting.criterion.per_sample
+        probes = [Probe(setting.session, losses, setting.step(turn)) for turn in range(self.repetitions)]
         for batch in batches:
             vectors = torch.zeros(len(batch.ids), len(policies), dtype=torch.float64)
-            for turn in range(self.repetitions):
-                step = -1 - (setting.epoch * self.repetitions + turn)
-                probe = Probe(internals, losses, step, setting.groups, setting.session.physical)
+            for probe in probes:
                 vectors += probe.differences(batch, policies).double() / self.repetitions
             norms = vectors.norm(dim=1, keepdim=True)
             scale = (self.clip / norms.clamp_min(1e-300)).clamp(max=1.0)
@@ -151,7 +158,7 @@ class Paper:
         was = (model.step, model.policy, session.dropped, model.training)
         model.train()
         model.set_policy(policy)
-        model.step = -1 - (setting.epoch * self.repetitions + turn)
+        model.step = setting.step(turn)
         try:
             for number, batch in enumerate(batches):
                 last = number + 1 == len(batches)
@@ -179,10 +186,10 @@ class Paper:
         The noise makes the update what training would do. It protects nothing, since its result stays in here.
         """
         session, optimizer = setting.session, setting.optimizer
-        generator = torch.Generator().manual_seed(hash((setting.epoch, turn)) & 0x7FFF_FFFF)
+        generator = torch.Generator().manual_seed(hash((setting.number, turn)) & 0x7FFF_FFFF)
         std = optimizer.noise_multiplier * session.sensitivity
         sums = session.release()
-        call_roll(setting.world, session, {"analysis": (setting.epoch, turn)})
+        call_roll(setting.world, session, {"analysis": (setting.number, turn)})
         names = [name for name, p in session.parameters.items() if p.requires_grad and session.uses(name)]
         for name, total in zip(names, setting.world.sum(wide_sums(session, sums, names)), strict=True):
             parameter = session.parameters[name]

@@ -71,6 +71,11 @@ class Ledger:
         if self.path is not None:
             self._open(self.path)
 
+    def add_caveat(self, text: str) -> None:
+        """Record a sentence that `statement` must not leave out."""
+        if text not in self.caveats:
+            self.caveats += (text,)
+
     @property
     def position(self) -> tuple[str, int]:
         """The run that spends now, and how many spends it has made."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from opacus.data_loader import DPDataLoader
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.private.secret_bits import uniform_numbers
 
 __all__ = [
     "Hooks",
@@ -64,12 +64,7 @@ class Hooks:
 
 def secure_uniform(n: int) -> Tensor:
     """n numbers, uniform on the multiples of 2^-53 in [0, 1), from the operating system's cryptographic source."""
-    return _uniform_of(os.urandom(8 * n))
-
-
-def _uniform_of(data: bytes) -> Tensor:
-    words = np.frombuffer(data, dtype=np.uint64)
-    return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    return uniform_numbers(os.urandom(8 * n))
 
 
 class SharedUniform:
@@ -86,7 +81,7 @@ class SharedUniform:
         self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def __call__(self, n: int) -> Tensor:
-        return _uniform_of(self._stream.update(bytes(8 * n)))
+        return uniform_numbers(self._stream.update(bytes(8 * n)))
 
 
 class SecurePoissonSampler(Sampler[list[int]]):

@@ -19,6 +19,7 @@ import hashlib
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Self
@@ -106,7 +107,8 @@ class GaussianStream:
 
     Made by `secure`, `seeded` or `from_generator`. The state is a key and a position: the number of AES blocks drawn
     so far. Every draw takes whole blocks, so draws of any sizes have no byte of the keystream in common. Drawing is
-    safe from several threads. A process that forks must make a new stream in the child, which else repeats the parent.
+    safe from several threads. In a child that was forked off, a secure stream takes a new key by itself; a seeded one
+    repeats the parent's.
 
     The same seed and rank give the same normals for the same sequence of sizes, on any number of threads; between
     machines, and with or without a C++ compiler, the last bits may differ.
@@ -115,6 +117,7 @@ class GaussianStream:
     def __init__(self, seed: int | None, rank: int = 0) -> None:
         """The stream of this seed and rank, or with no seed a secure one."""
         self._lock = threading.Lock()
+        _STREAMS.add(self)
         self._scratch = bytearray()
         self._kept = torch.empty(0, device="cpu")
         self._position = 0
@@ -152,6 +155,15 @@ class GaussianStream:
     def position(self) -> int:
         """The number of AES blocks drawn under the present key."""
         return self._position
+
+    def derived_key(self, purpose: bytes) -> bytes:
+        """32 bytes that follow from the present key and tell nothing of it, other ones for each purpose.
+
+        They are as secret as the noise: new entropy in a secure stream, a function of the seed in a seeded one.
+        """
+        with self._lock:
+            nonce = self._nonce.to_bytes(_BLOCK, "big")
+            return hashlib.blake2b(nonce, key=self._key, digest_size=32, person=purpose).digest()
 
     def fill(self, n: int) -> Tensor:
         """The next `n` standard normals: float32, on the CPU."""
@@ -280,6 +292,21 @@ class GaussianStream:
             count = min(len(_ZEROS), size - start)
             encryptor.update_into(_ZEROS[:count], room[start : start + count + _SLACK])
         return self._scratch
+
+
+# All streams of this process, for a fork to find.
+_STREAMS: weakref.WeakSet[GaussianStream] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a child: noise that the parent draws as well would cancel in the difference of the two releases."""
+    for stream in list(_STREAMS):
+        stream._lock = threading.Lock()  # another thread of the parent may have held it
+        if stream.is_secure:
+            stream._rekey(None, 0)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _restore(state: Mapping[str, Any]) -> GaussianStream:

@@ -23,6 +23,11 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     A step within a logical batch does nothing; the one at its end spends privacy, adds noise once, divides by the
     expected batch size, which is public, and lets the wrapped optimizer step.
+
+    settle      sees to it that a release is accounted for, before its noise is drawn; raises to refuse it
+    released    is told of noised sums before anything uses them; raises to refuse them
+
+    Guarantee: sums leave the session by `add_noise` alone, which settles each release first.
     """
 
     def __init__(
@@ -34,6 +39,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         noise_multiplier: float,
         expected_batch_size: int,
         loss_reduction: str,
+        settle: Callable[[], None],
+        released: Callable[[list[Tensor]], None],
         secure_mode: bool = False,
         world: World | None = None,
     ) -> None:
@@ -43,8 +50,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         self.noise = noise
         self.world = world or World()
         self._left: dict[str, tuple[Tensor, int]] = {}  # gradients after the last step, and their versions
-        # Told of noised gradients before the wrapped optimizer uses them.
-        self.on_release: Callable[[list[Tensor]], None] = lambda values: None
+        self._settle, self._tell_released = settle, released
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -93,19 +99,18 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         if self._skips():
             self._is_last_step_skipped = True
             return False
-        # Accounting comes first: an exception here must not leave a noisy gradient behind that nobody has paid for.
-        if self.step_hook:
-            self.step_hook(self)
         self.add_noise()
         self.scale_grad()
-        self.on_release([p.grad for p in self.session.parameters.values() if p.grad is not None])
+        if self.step_hook:
+            self.step_hook(self)
         self._is_last_step_skipped = False
         return True
 
     def add_noise(self) -> None:
-        """Set every gradient to its clipped sum, over all processes, plus noise, which rank 0 adds to its own sum.
+        """Account for a release, and set every gradient to its clipped sum over all processes plus noise.
 
-        Sums are added up here, once per logical batch: before its last backward none is final.
+        Sums are added up here, once per logical batch: before its last backward none is final. Rank 0 adds the noise to
+        its own sum. `step` calls this; a call by hand is a release like any other, and is charged.
         """
         self._check_parameters()
         stray = next((n for n, p in self.session.parameters.items() if not self._ours(n, p.grad)), None)
@@ -116,6 +121,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
                 "before "
                 "the loop, parameters only inside the model's forward(), optimizer.zero_grad() before the first step"
             )
+        # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
+        self._settle()
         sums = self.session.release()
         call_roll(self.world, self.session, self._facts())
         if self.world.size > 1 and self.session.by_hand:  # on all processes, as the roll has shown
@@ -130,8 +137,10 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         if self.world.first:
             noises = self.noise.normal_like(parameters, self.noise_multiplier * self.session.sensitivity)
             grads = [noise.add_(total) for noise, total in zip(noises, grads, strict=True)]
-        for parameter, grad in zip(parameters, self.world.sum(grads), strict=True):
-            parameter.grad = grad.to(parameter.dtype)
+        noised = [grad.to(p.dtype) for p, grad in zip(parameters, self.world.sum(grads), strict=True)]
+        self._tell_released(noised)
+        for parameter, grad in zip(parameters, noised, strict=True):
+            parameter.grad = grad
         self.world.step += 1
         self.session.forget()  # a second step must not release the same sum again
 
@@ -156,6 +165,16 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
                         "when make_private was called, so its gradients are not clipped. Fix: call make_private again "
                         "after unfreezing or adding parameters"
                     )
+                if id(parameter) not in known and parameter.grad is not None:
+                    raise PrivateTrainingError(
+                        f"the optimizer holds parameter {self._name(parameter)}, which is not trained privately but "
+                        "has a gradient from before: the step would use it as it is, neither clipped nor noised. Fix: "
+                        "parameter.grad = None, or optimizer.zero_grad(), after freezing it"
+                    )
+
+    def _name(self, parameter: Tensor) -> str:
+        named = self.session.model.named_parameters()
+        return next((repr(name) for name, own in named if own is parameter), f"of shape {tuple(parameter.shape)}")
 
     def _ours(self, name: str, grad: Tensor | None) -> bool:
         """Whether a gradient is nothing, or the last step's as it was left: autograd adds to one that is there."""

@@ -1,8 +1,9 @@
 """Probes: what a model's per-sample losses would be under other policies, at fixed weights, forward only.
 
 The graph runs once in full precision and keeps every value. For a policy only what lies behind its sites is run again.
-A weight's rounding is drawn anew for each small group of samples, so that a score does not hang on one draw; which
-group a sample is in, and all its random bits, are functions of its own id, so no sample can move another's loss.
+A weight's rounding is drawn anew for each small group of samples, so that a score does not depend on one draw. Which
+group a sample is in, and all its random bits, are secret and drawn for this sample alone, so no sample can move
+another's loss, and nobody can tell samples by how they were rounded.
 """
 
 import itertools
@@ -18,32 +19,34 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpquant_compile.backends.clipped import FULL_SITE
 from dpquant_compile.backends.ops import output_shape, plain_dtypes, site_call
 from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
-from dpquant_compile.bits import ROLES, fold, sample_keys, site_keys
+from dpquant_compile.bits import ROLES, fold
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.passes.canonicalize import CONVS
 from dpquant_compile.passes.infra import bind_inputs, run_passes
 from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.passes.verify_isolation import verify_isolation
+from dpquant_compile.private.hooks import refuse_hooks
 from dpquant_compile.private.loader import PrivateLoader
-from dpquant_compile.private.session import padded, real_rows
+from dpquant_compile.private.session import Session, padded, real_rows
 from dpquant_compile.private.uses import axis_of
-from dpquant_compile.runner import Internals
 from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Batch", "Probe", "draw_batch", "unpack_pair"]
 
-_GROUP_KEY = 0x6F75_7073  # keeps the hash that sorts samples into groups apart from other uses of their ids
-
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples of a probe: the model's arguments, the target of the loss, and dataset indices."""
+    """Some samples of a probe: the model's arguments, the target of the loss, dataset indices, and rounding groups.
+
+    Samples of one group come one after the other, and share one rounding of the weights.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
     ids: Tensor
+    groups: Tensor
 
 
 def unpack_pair(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -61,17 +64,19 @@ def draw_batch(
     rate: float,
     uniform: Callable[[int], Tensor],
     limit: int,
-    groups: int,
+    group_of: Callable[[Tensor], Tensor],
     unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]],
     share: Callable[[Callable[[], Tensor]], Tensor] = lambda draw: draw(),
 ) -> Iterator[Batch]:
     """A Poisson draw of its own from the loader's dataset, in parts of at most `limit` samples, groups together.
 
-    `share` is given the draw, and says which of its samples this process is to read.
+    `share` is given the draw, and says which of its samples this process is to read. `group_of` gives the rounding
+    groups of samples.
     """
     dataset: Any = loader.dataset
     ids = share(lambda: torch.nonzero(uniform(len(dataset)) < rate).flatten())
-    ids = ids[torch.argsort(group_of(ids, groups), stable=True)]
+    groups, order = torch.sort(group_of(ids), stable=True)
+    ids = ids[order]
     for start in range(0, len(ids), limit):
         part = ids[start : start + limit]
         rows = part.tolist()
@@ -79,40 +84,40 @@ def draw_batch(
         items = many(rows) if many else [dataset[i] for i in rows]
         assert loader.collate_fn is not None
         args, kwargs, target = unpack(loader.collate_fn(items))
-        yield Batch(args, kwargs, target, part)
-
-
-def group_of(ids: Tensor, groups: int) -> Tensor:
-    """The rounding group of each sample: by its id alone."""
-    mixed, _ = sample_keys(torch.tensor(_GROUP_KEY), ids)
-    return (mixed.to(torch.int64) & 0x7FFF_FFFF) % groups
+        yield Batch(args, kwargs, target, part, groups[start : start + limit])
 
 
 class Probe:
     """Per-sample losses of a model in evaluation mode, under policies that quantize some of its sites.
 
     `losses(outputs, target)` gives [B]; `step` is the counter that random bits are drawn by: negative, so that no
-    training step has the same. Batches are padded to `physical` rows: how many samples were drawn, which a model may
-    look at, is then a public number.
+    training step has the same. Batches are padded to the session's physical size: how many samples were drawn, which a
+    model may look at, is then a public number.
+
+    Guarantee: the row of a sample in `differences` is a function of this sample, the weights, and random bits that are
+    its own or alike for all. What else a call is given must be a constant of the session.
     """
 
-    def __init__(
-        self, internals: Internals, losses: Callable[[Any, Any], Tensor], step: int, groups: int, physical: int
-    ) -> None:
-        self._internals = internals
-        self._physical = physical
+    def __init__(self, session: Session, losses: Callable[[Any, Any], Tensor], step: int) -> None:
+        self._session = session
+        self._internals = session.internals
+        self._physical = session.physical
         self._losses = losses
         self._step = step
-        self._groups = groups
+        self._batches = 0  # how many have been measured
         self._proved: set[int] = set()
 
     def differences(self, batch: Batch, policies: Sequence[frozenset[str]]) -> Tensor:
         """loss(policy) − loss(full precision) for each sample and policy: [B, len(policies)]."""
         model = self._internals.original
         was = {module: module.training for module in model.modules()}
+        refuse_hooks(self._session.model)
+        self._session.constants.check_buffers()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._session.bits.random_operators(self._step, self._batches, device):
+                self._batches += 1
                 run = self._baseline(batch)
                 base = self._loss(run, run.values, batch)
                 columns = [self._loss(run, run.under(policy), batch) - base for policy in policies]
@@ -125,12 +130,16 @@ class Probe:
         programs = self._internals.programs
         args, kwargs = programs.normalise(batch.args, batch.kwargs)
         program = programs.get(args, kwargs, batch_size(args, kwargs))
+        given = bind_inputs(program.base, args, kwargs)
+        self._session.constants.check_call(program.base, given, args, kwargs)
         if id(program) not in self._proved:
+            self._session.constants.check_attributes()
             step = partial(verify_isolation, args=args, kwargs=kwargs)
             run_passes(program.base, (step,), origin="track_batch", log=programs.log)
             self._proved.add(id(program))
         names = [name for name, _ in sorted(program.rows.items(), key=lambda item: item[1])]
-        keys = site_keys(self._internals.spec.seed, self._step, names)
+        bits = self._session.bits
+        keys = bits.site_keys(self._step, names)
         recipe = str(self._internals.spec.recipe)
         size = len(batch.ids)
         if not program.any_batch and size != self._physical:
@@ -138,13 +147,14 @@ class Probe:
                 f"this model writes its batch size as a number, so {size} samples cannot be padded to "
                 f"{self._physical}. Fix: take sizes from x.shape in forward()"
             )
-        missing, groups = self._physical - size, group_of(batch.ids, self._groups)
-        ids = torch.cat([batch.ids, torch.full((missing,), -1, dtype=torch.int64)])
-        groups = torch.cat([groups, groups[-1:].expand(missing)])  # with the last one, whose rounding they then share
+        missing = self._physical - size
+        ids = bits.sample_ids(self._step, torch.cat([batch.ids, torch.full((missing,), -1, dtype=torch.int64)]))
+        # Padding is with the last group, whose rounding it then shares.
+        groups = torch.cat([batch.groups, batch.groups[-1:].expand(missing)])
         run = _Run(program.base, program.rows, recipe, keys, ids, groups, size)
         placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
-        given = zip(placeholders, bind_inputs(program.base, args, kwargs), strict=True)
-        run.start([padded(node, value, size, self._physical) for node, value in given])
+        values = zip(placeholders, given, strict=True)
+        run.start([padded(node, value, size, self._physical) for node, value in values])
         return run
 
     def _loss(self, run: "_Run", values: dict[fx.Node, Any], batch: Batch) -> Tensor:

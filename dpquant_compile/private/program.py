@@ -73,10 +73,11 @@ class PrivateProgram:
                 joint_graph_passes(joint)
         # The min-cut recomputes what Inductor can fuse; a graph that is interpreted gains nothing by it. But the plain
         # cut would draw random numbers again in backward.
-        random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in joint.graph.nodes)
-        cut = min_cut_rematerialization_partition if inner == "inductor" or random else default_partition
+        self.draws_random = any(_is_random(node) for node in joint.graph.nodes)
+        interpreted = inner != "inductor" and not self.draws_random
+        cut = default_partition if interpreted else min_cut_rematerialization_partition
         # Two equal calls of a random operator are two draws, which merging equal nodes does not know.
-        if not random:
+        if not self.draws_random:
             joint.graph = fx_graph_cse(joint.graph)
             joint.recompile()
         self._count = len(self.differentiable)
@@ -184,6 +185,10 @@ def _tag_forward(gm: fx.GraphModule, count: int) -> None:
         if node in needed and node.op != "placeholder":
             node.meta["partitioner_tag"] = "is_forward"
             needed.update(node.all_input_nodes)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _mutates(node: fx.Node) -> bool:

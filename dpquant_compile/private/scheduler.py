@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
 from dpquant_compile.policy import Policy
 from dpquant_compile.private.accounting import Entry, composed_epsilon, gathered
@@ -16,7 +14,6 @@ from dpquant_compile.private.distributed import World
 from dpquant_compile.private.engine import PrivacyEngine
 from dpquant_compile.private.estimators import ADJACENCIES, Estimator, PerSample, Setting, make_estimator
 from dpquant_compile.private.history import EpochRecord, History
-from dpquant_compile.private.loader import secure_uniform
 from dpquant_compile.private.probe import Batch, draw_batch, unpack_pair
 from dpquant_compile.private.selection import NORMALISATIONS, draw, lowest, probabilities
 
@@ -206,11 +203,11 @@ class Scheduler:
         made = self.made
         self.engine.spend("analysis", q=self.sample_rate, sigma=self.estimator.sigma)
         expected = self.sample_rate * made.loader.size
-        groups = max(1, round(expected / _GROUP_SIZE))
         assert made.criterion is not None  # checked when the scheduler was made
         sharded = getattr(self.estimator, "sharded", False)
-        world, epoch = self.world if sharded else World(), self._state.epoch
-        setting = Setting(made.session, made.optimizer, made.criterion, epoch, expected, groups, world)
+        _, number = self.engine.ledger.position  # of this spend: other schedulers of the engine have other ones
+        world = self.world if sharded else World()
+        setting = Setting(made.session, made.optimizer, made.criterion, number, expected, world)
         policies = [frozenset(sites) for sites in self.policies.values()]
         vector = self.estimator.measure(setting, policies, self._probe(setting)) if sharded else None
 
@@ -229,24 +226,19 @@ class Scheduler:
 
     def _probe(self, setting: Setting) -> Iterator[Batch]:
         """The probe batch, or the share of it that an analysis on all processes reads on this one."""
-        made, world = self.made, setting.world
+        made, world, bits = self.made, setting.world, self.made.session.bits
+        # As secret as the noise: who can predict a draw gets no amplification by it.
+        uniform = bits.uniform("probe", setting.number)
+        groups = max(1, round(setting.expected / _GROUP_SIZE))
         return draw_batch(
             made.loader,
             self.sample_rate,
-            lambda n: self._uniform()(n),
+            uniform,
             made.session.physical,
-            setting.groups,
+            lambda ids: bits.sample_ids(setting.step(-1), ids) % groups,
             self._unpack,
             share=lambda draw: world.share(world.on_first("the samples of an analysis", draw)),
         )
-
-    def _uniform(self) -> Callable[[int], torch.Tensor]:
-        if self.engine.secure_mode:
-            return secure_uniform
-        # From the noise's seed, which is as secret as the noise: who can predict a draw gets no amplification by it.
-        text = f"dpquant-probe-{self.made.noise.state_dict()['seed']}-{self._state.epoch}"
-        generator = torch.Generator().manual_seed(random.Random(text).getrandbits(63))
-        return lambda n: torch.rand(n, generator=generator, dtype=torch.float64)
 
     # Checking
 

@@ -2,11 +2,12 @@
 
 Each training forward runs on a micro-batch, padded to one fixed size, and its backward leaves the sum of clipped
 gradients in `parameter.summed_grad`, where Opacus' optimizers keep theirs. Autograd never sees a parameter, so no
-gradient reaches one around the clipping.
+gradient reaches one around the clipping. The sums have no noise yet: they are not saved with the model.
 """
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,15 +26,31 @@ from dpquant_compile.passes.insert_switches import site_arguments
 from dpquant_compile.passes.track_batch import batch_size
 from dpquant_compile.passes.verify_isolation import verify_isolation
 from dpquant_compile.private.clipping import Clipping
+from dpquant_compile.private.constants import Constants
+from dpquant_compile.private.hooks import refuse_hooks
 from dpquant_compile.private.loader import MicroBatch
 from dpquant_compile.private.program import Inputs, PrivateProgram
+from dpquant_compile.private.secret_bits import SecretBits
 from dpquant_compile.private.trace import Plan, packed_key
 from dpquant_compile.private.uses import axis_of, find_uses, read_attribute, refuse_whole_modules
 from dpquant_compile.programs import Program
 from dpquant_compile.runner import Internals
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["Session", "padded", "real_rows"]
+__all__ = ["Session", "UnnoisedSum", "padded", "real_rows"]
+
+
+class UnnoisedSum(Tensor):
+    """A sum of clipped gradients before noise. It is used like any tensor, and pickled as None.
+
+    Guarantee: whoever saves a model, an optimizer or a parameter in the middle of a step writes no such sum to disk.
+    """
+
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own do
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class Session:
@@ -42,6 +59,8 @@ class Session:
     parameters  the trainable parameters that the optimizer holds, by name, in its order
     physical    the one batch size of the compiled programs; smaller micro-batches are padded to it
     mean        whether the loss is a mean over the batch, so that gradients come divided by its size
+    bits        the secret that random bits are drawn from
+    constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
     """
 
     def __init__(
@@ -51,9 +70,14 @@ class Session:
         clipping: Clipping,
         physical: int,
         mean: bool,
+        *,
+        bits: SecretBits,
+        constant_inputs: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
-        self.internals: Internals  # from `begin` on
+        self.bits = bits
+        self.internals: Internals = model.internals()
+        self.constants = Constants(self.internals.original, constant_inputs or {})
         self.parameters = dict(parameters)
         self.clipping = clipping
         self.physical = physical
@@ -66,7 +90,7 @@ class Session:
         self._used: set[str] = set()
         self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
-        self._constants: dict[tuple[int, str, int], Tensor] = {}
+        self._forwards = (0, 0)  # (step, forwards of that step so far)
         self._sums: dict[str, Tensor] = {}
         self.by_hand = False  # whether samples are in the sums that the loader did not draw
         self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
@@ -77,7 +101,16 @@ class Session:
 
     def begin(self) -> None:
         """Take over the model's training forwards."""
-        self.internals = self.model.attach(self)
+        self.model.attach(self)
+
+    def take_bits(self, bits: SecretBits) -> None:
+        """Go on with other random bits, when the noise gets another key: a checkpoint is loaded, a replay is left."""
+        self.bits = bits
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether a program of this session has random operators, such as dropout."""
+        return any(private.draws_random for _, private in self._programs.values())
 
     def uses(self, name: str) -> bool:
         """Whether a parameter has gradients; what is not known yet has."""
@@ -140,6 +173,8 @@ class Session:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training forward."""
+        refuse_hooks(self.model)
+        self.constants.check_buffers()
         args, kwargs = self.internals.programs.normalise(args, kwargs)
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
@@ -149,13 +184,14 @@ class Session:
             args, kwargs = tree_map(self._blank, (args, kwargs))
         program = self._program(args, kwargs, size)
         given = bind_inputs(program.base, args, kwargs)
-        self._check_constants(program, given)
-        table = self.internals.begin(self.physical, self._ids(size))
+        self.constants.check_call(program.base, given, args, kwargs)
+        table = self.internals.begin(self.physical, self._ids(size), self.bits)
         inputs = self._inputs(program, given, size, table)
         private = self._private(program, inputs, (args, kwargs))
         call = _Call(self, private, size)
         apply: Any = _Run.apply
-        flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
+        with self._random_operators(private, table.keys.device):
+            flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
         self._open, self._rows = call, size
         return _unpadded(program.base, private, flat, size)
 
@@ -169,11 +205,12 @@ class Session:
         self.by_hand |= self.micro is None
         for name, total in zip(call.program.plan.order, sums, strict=True):
             # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
-            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total.as_subclass(UnnoisedSum)
             self.parameters[name].summed_grad = self._sums[name]  # type: ignore[attr-defined]
 
     def check(self, call: "_Call") -> None:
-        """Refuse a backward that would let a sample count twice."""
+        """Refuse a backward that would let a sample count twice, or is changed by a hook."""
+        refuse_hooks(self.model)
         if call is not self._open:
             raise PrivateTrainingError(
                 "this backward goes through a forward that is not the model's last one, or that has had its backward. "
@@ -184,6 +221,12 @@ class Session:
             raise PrivateTrainingError(
                 "a second backward for one micro-batch of the loader: its samples would count twice. Fix: one forward "
                 "and one backward for each batch that the loader yields"
+            )
+        if self.micro is None and self._sums and not self._released:
+            raise PrivateTrainingError(
+                "a second backward before optimizer.step(), on batches that did not come from the loader: a sample "
+                "that is in both counts twice, and is paid for once. Fix: one backward for each step; the loader that "
+                "make_private returned cuts large batches to max_physical_batch_size by itself"
             )
 
     def _check_call(self, size: int, args: Any, kwargs: Any) -> None:
@@ -198,26 +241,23 @@ class Session:
                 "put what made it into the model"
             )
 
-    def _check_constants(self, program: Program, given: Sequence[Any]) -> None:
-        """Tensors without a row per sample are taken for constants: one that is made of the batch would mix it."""
-        placeholders = (node for node in program.base.graph.nodes if node.op == "placeholder")
-        for node, value in zip(placeholders, given, strict=True):
-            leaves = zip(tree_flatten(value)[0], node.meta["batch_leaves"], strict=True)
-            for number, (leaf, batched) in enumerate(leaves):
-                if batched or not isinstance(leaf, Tensor):
-                    continue
-                known = self._constants.setdefault((id(program), node.name, number), leaf.detach().clone())
-                if not torch.equal(known, leaf):
-                    raise PrivateTrainingError(
-                        f"input {node.name!r} of the model has no row per sample, and other values than in the first "
-                        "call. If it is made of the batch, samples reach each other through it. Fix: give it one row "
-                        "per sample, or make it a buffer of the model"
-                    )
+    def _random_operators(self, private: PrivateProgram, device: torch.device) -> AbstractContextManager[None]:
+        """Let dropout and the like draw from the run's secret, anew in each forward of a step."""
+        if not private.draws_random:
+            return nullcontext()
+        step, before = self.model.step, self._forwards
+        self._forwards = (step, before[1] + 1 if before[0] == step else 0)
+        return self.bits.random_operators(*self._forwards, device)
 
-    def _ids(self, size: int) -> Tensor | None:
+    def _ids(self, size: int) -> Tensor:
         ids = self.model.sample_ids if self.micro is None else self.micro.ids
         if ids is None:
-            return None
+            ids = torch.arange(size)
+        if len(ids.unique()) < len(ids):
+            raise PrivateTrainingError(
+                "model.sample_ids names a sample twice, which then counts twice however its gradient is clipped. Fix: "
+                "put each sample into a batch once"
+            )
         if len(ids) != size and not (len(ids) == 0 and size == 1):  # an empty batch may come as one made-up row
             raise PrivateTrainingError(
                 f"the loader gave {len(ids)} samples and the model was called on {size} rows: each row of a private "
@@ -283,6 +323,7 @@ class Session:
     def _built(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
         refuse_whole_modules(program.base, trainable)
+        self.constants.check_attributes()
         step = partial(verify_isolation, args=call[0], kwargs=call[1])
         run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
         uses = find_uses(program.base, trainable)

@@ -1,0 +1,39 @@
+"""Refuse hooks around a private model: what they do lies outside the graph that was proved to keep samples apart."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from dpquant_compile.errors import IsolationError
+
+__all__ = ["refuse_hooks"]
+
+_KINDS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+}
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise `IsolationError` if calling `model` runs hooks, of its own or of all modules, naming one.
+
+    Hooks of layers inside are seen in the captured graph, and refused there.
+    """
+    for what, hook in _hooks(model):
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        raise IsolationError(
+            f"{what} {name!r} runs whenever the model is called, outside the graph that is proved to keep samples "
+            "apart: it may use the whole batch. Fix: remove it for private training (handle.remove()), and put what "
+            "it does into the model's forward() or, sample by sample, into the dataset"
+        )
+
+
+def _hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
+    for attribute, kind in _KINDS.items():
+        for hook in getattr(model, attribute).values():
+            yield f"the {kind} on the model", hook
+        for hook in getattr(nn_module, f"_global{attribute}").values():
+            yield f"the global {kind} of torch.nn", hook
