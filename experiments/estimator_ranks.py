@@ -54,14 +54,14 @@ CONTESTANTS = (
 def measured(run: Run, estimator: Any, rate: float, number: int, noisy: bool) -> torch.Tensor:
     """One measurement of every site; `number` makes draw, rounding and noise its own."""
     made = run.engine.made
-    expected = rate * made.loader.size
-    setting = Setting(made.session, made.optimizer, made.criterion, number, expected, max(1, round(expected / 16)))  # type: ignore[arg-type]
+    assert made.criterion is not None  # recipes have one
+    setting = Setting(made.session, made.optimizer, made.criterion, number, rate * made.loader.size)
     generator = torch.Generator().manual_seed(7919 * number + 1)
 
     def uniform(n: int) -> torch.Tensor:
         return torch.rand(n, generator=generator, dtype=torch.float64)
 
-    batches = draw_batch(made.loader, rate, uniform, made.session.physical, setting.groups, unpack_pair)
+    batches = draw_batch(made.loader, rate, uniform, made.session.physical, setting.group_of, unpack_pair)
     policies = [frozenset({name}) for name in run.model.sites.names]
     vector = estimator.measure(setting, policies, batches)
     if noisy:

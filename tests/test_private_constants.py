@@ -67,7 +67,7 @@ def test_an_input_without_rows_is_refused_at_its_first_call(name: str, value: An
 def test_a_number_made_of_the_batch_is_refused() -> None:
     model, _, _ = made_private(Scaled(), 4)
     x = torch.randn(4, 4)
-    with pytest.raises(PrivateTrainingError, match="'scale'.*made of the batch"):
+    with pytest.raises(PrivateTrainingError, match=r"'scale'.*made of the batch"):
         clipped_sums(model, [x, float(x.abs().max())])  # type: ignore[list-item]
 
 
@@ -77,12 +77,12 @@ def test_declared_constants_are_taken_and_must_stay() -> None:
     x = torch.randn(4, 4)
     out = model(x, 0.5, shift=shift.clone())
     torch.testing.assert_close(out, model.fc(x) * 0.5 + shift)
-    with pytest.raises(PrivateTrainingError, match="'scale'.*another value"):
+    with pytest.raises(PrivateTrainingError, match=r"'scale'.*another value"):
         model(x, 0.25, shift=shift)
-    with pytest.raises(PrivateTrainingError, match="'scale'.*another value"):
+    with pytest.raises(PrivateTrainingError, match=r"'scale'.*another value"):
         model(x, True, shift=shift)
     shift.add_(1)  # what was declared was copied
-    with pytest.raises(PrivateTrainingError, match="'shift'.*another value"):
+    with pytest.raises(PrivateTrainingError, match=r"'shift'.*another value"):
         model(x, 0.5, shift=shift)
 
 
@@ -95,14 +95,14 @@ def test_defaults_and_rows_need_no_declaration() -> None:
 
 def test_keywords_of_an_open_signature_are_declared_by_name() -> None:
     model, _, _ = made_private(Open(), 4)
-    with pytest.raises(PrivateTrainingError, match="'scale'.*constant_inputs"):
+    with pytest.raises(PrivateTrainingError, match=r"'scale'.*constant_inputs"):
         model(torch.randn(4, 4), scale=3.0)
     model, _, _ = made_private(Open(), 4, private={"constant_inputs": {"scale": 3.0}})
     model(torch.randn(4, 4), scale=3.0)
 
 
 def test_a_declaration_that_forward_does_not_take_is_refused() -> None:
-    with pytest.raises(PrivacySpecError, match="'sclae'.*choose of x, scale, shift"):
+    with pytest.raises(PrivacySpecError, match=r"'sclae'.*choose of x, scale, shift"):
         made_private(Scaled(), 4, private={"constant_inputs": {"sclae": 1.0}})
 
 
@@ -127,7 +127,7 @@ def test_an_analysis_refuses_numbers_made_of_its_batch() -> None:
         n_sample=1,
         unpack=lambda batch: ((batch[0], float(batch[0].abs().max())), {}, batch[1]),
     )
-    with pytest.raises(PrivateTrainingError, match="'scale'.*without a row per sample"):
+    with pytest.raises(PrivateTrainingError, match=r"'scale'.*without a row per sample"):
         scheduler.step()
 
 

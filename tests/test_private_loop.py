@@ -1,5 +1,6 @@
 """Private training loops: what a step is made of, whatever the micro-batches, and what a loop may not do."""
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -382,3 +383,88 @@ def test_training_in_eval_mode_is_refused() -> None:
     run.criterion(run.model(x), y).backward()
     with pytest.raises(PrivateTrainingError, match="did not come through the private program"):
         run.optimizer.step()
+
+
+# What would count twice, or reach a parameter or a disk around the noise
+
+
+def loose(n: int = 4) -> tuple[Any, Tensor, Tensor]:
+    run = made(max_physical_batch_size=8)
+    x, y = dataset(n).tensors
+    return run, x, y
+
+
+def test_batches_by_hand_are_not_added_up() -> None:
+    run, x, y = loose()
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(PrivateTrainingError, match=r"second backward before optimizer\.step.*Fix"):
+        run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    run.criterion(run.model(x), y).backward()  # a step is between them
+    run.optimizer.zero_grad()
+    run.criterion(run.model(x), y).backward()  # what was there is dropped
+    run.optimizer.step()
+    assert [(entry.q, entry.steps) for entry in run.engine.ledger.entries] == [(1.0, 2)]
+
+
+def test_a_sample_is_in_a_batch_by_hand_once() -> None:
+    run, x, y = loose(3)
+    run.model.sample_ids = torch.tensor([4, 9, 4])
+    with pytest.raises(PrivateTrainingError, match="names a sample twice"):
+        run.criterion(run.model(x), y).backward()
+
+
+def test_noise_that_is_added_by_hand_is_charged() -> None:
+    run, x, y = loose()
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.add_noise()
+    assert [(entry.q, entry.steps) for entry in run.engine.ledger.entries] == [(1.0, 1)]
+    run.optimizer.zero_grad()
+    run.optimizer.add_noise()  # another release, if only of noise
+    assert run.engine.ledger.entries[0].steps == 2
+
+
+def test_a_hook_of_the_users_does_not_take_the_place_of_the_account() -> None:
+    run, x, y = loose()
+    seen: list[Any] = []
+    run.optimizer.attach_step_hook(seen.append)
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    assert seen == [run.optimizer] and run.engine.ledger.entries[0].steps == 1
+
+
+@pytest.mark.parametrize("when", ["before make_private", "after it"])
+def test_an_old_gradient_of_a_frozen_parameter_is_not_stepped(when: str) -> None:
+    model = models.seeded(Net)
+    model.body.requires_grad_(False)
+    old = torch.full_like(model.body.weight, 100.0)
+    if when == "before make_private":
+        model.body.weight.grad = old
+    run = made(model)
+    if when == "after it":
+        model.body.weight.grad = old
+    before = model.body.weight.detach().clone()
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(PrivateTrainingError, match=r"'body\.weight'.*neither clipped nor noised"):
+        run.optimizer.step()
+    assert torch.equal(model.body.weight, before)
+    run.optimizer.zero_grad()
+    assert model.body.weight.grad is None
+
+
+def test_sums_without_noise_are_not_saved_with_anything() -> None:
+    run = made(noise_multiplier=0.0)
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    held = [p.summed_grad.flatten()[:4].clone() for p in run.model.parameters()]
+    assert all(bool(value.any()) for value in held)
+    for thing in (run.model, run.model._original, list(run.model.parameters())):
+        file = io.BytesIO()
+        torch.save(thing, file)
+        assert not any(value.numpy().tobytes() in file.getvalue() for value in held)
+        file.seek(0)
+        back = torch.load(file, weights_only=False)
+        parameters = back if isinstance(back, list) else list(back.parameters())
+        assert all(getattr(p, "summed_grad", None) is None for p in parameters)
+    assert type(run.model.fc.weight.summed_grad * 1) is Tensor  # else it is a tensor like any

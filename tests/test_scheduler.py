@@ -376,3 +376,17 @@ def test_a_fragile_site_is_avoided_for_hardly_any_privacy() -> None:
         assert sum("sites.2" in policy for policy in chosen) <= 0.2 * k / 6 * len(chosen), f"seed {seed}"
         spent.add(engine.ledger.entries)
     assert len(spent) == 1 and 0 < engine.ledger.epsilon(1e-5, "analysis") < 0.1
+
+
+def test_schedulers_of_one_engine_draw_probe_batches_of_their_own() -> None:
+    """They are charged as independent draws, so they must be."""
+    data = Numbers(256)
+    engine = engine_of(data)
+    drawn = []
+    for _ in range(3):
+        scheduler = dpq.Scheduler(engine, epochs=9, n_interval=1, n_sample=16)
+        data.reads.clear()
+        scheduler.step()
+        drawn.append(frozenset(i for ids in data.reads for i in ids))
+    assert all(64 < len(ids) < 192 for ids in drawn) and len(set(drawn)) == 3
+    assert sum(entry.steps for entry in engine.ledger.entries if entry.purpose == "analysis") == 3

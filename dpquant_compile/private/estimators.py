@@ -27,6 +27,7 @@ __all__ = ["ADJACENCIES", "Estimator", "Paper", "PerSample", "Setting", "make_es
 ADJACENCIES = ("add_remove", "replace_one")
 
 _TURNS = 1 << 16  # more than an analysis has repetitions
+_GROUP_SIZE = 16  # samples that share one rounding of the weights, on average
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Setting:
     def step(self, turn: int) -> int:
         """The step by which a repetition of this analysis draws random bits; training counts from 0 up."""
         return -1 - (self.number * _TURNS + turn)
+
+    def group_of(self, ids: Tensor) -> Tensor:
+        """The rounding group of each sample, at random: those of a group share one rounding of the weights."""
+        groups = max(1, round(self.expected / _GROUP_SIZE))
+        return self.session.bits.sample_ids(self.step(-1), ids) % groups
 
 
 class Estimator(Protocol):

@@ -21,9 +21,6 @@ __all__ = ["MODES", "Chooser", "Scheduler"]
 
 MODES = ("dpquant", "pls", "static", "greedy")
 
-# Samples that share one rounding of the weights in an analysis.
-_GROUP_SIZE = 16
-
 
 class Chooser(Protocol):
     """A scheduler's `mode` of your own: it is asked once per epoch, and must not look at the data."""
@@ -226,16 +223,15 @@ class Scheduler:
 
     def _probe(self, setting: Setting) -> Iterator[Batch]:
         """The probe batch, or the share of it that an analysis on all processes reads on this one."""
-        made, world, bits = self.made, setting.world, self.made.session.bits
+        made, world = self.made, setting.world
         # As secret as the noise: who can predict a draw gets no amplification by it.
-        uniform = bits.uniform("probe", setting.number)
-        groups = max(1, round(setting.expected / _GROUP_SIZE))
+        uniform = made.session.bits.uniform("probe", setting.number)
         return draw_batch(
             made.loader,
             self.sample_rate,
             uniform,
             made.session.physical,
-            lambda ids: bits.sample_ids(setting.step(-1), ids) % groups,
+            setting.group_of,
             self._unpack,
             share=lambda draw: world.share(world.on_first("the samples of an analysis", draw)),
         )
