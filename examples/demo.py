@@ -82,7 +82,7 @@ def main() -> None:
     print("\nThe same in full precision, for comparison…", flush=True)
     baseline = train(replace(config, budget=0.0), args.out / "full_precision")
     title = "Digits: private training with three quarters of the sites in FP4, and in float32"
-    write_report([result, baseline], args.out / "report.html", title=title, graph=graph)
+    write_report([result, baseline], args.out / "report.html", title=title, graph=graph, times=True)  # public data
     print(f"\n{run.engine.ledger.statement(result.delta)}")
     spent = ", ".join(f"{purpose} {epsilon:.2f}" for purpose, epsilon in result.epsilons.items())
     print(f"\nepsilon {result.epsilon:.2f} at delta {result.delta:g}, one image more or less. By itself: {spent}")

@@ -293,6 +293,19 @@ def test_report_writes_a_page_and_tables(runs: Path, capsys: pytest.CaptureFixtu
     assert len(Path("again.html").read_text()) < len(page)
 
 
+def test_report_publishes_times_only_if_asked(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The threat model says that the adversary does not see them."""
+    words = ["report", "runs", "--csv", "runs.csv", "--markdown", "tables.md", "--no-graph"]
+    files = [Path(name) for name in ("report.html", "runs.csv", "tables.md")]
+    for switch, expected in (([], False), (["--times"], True)):
+        assert main([*words, *switch]) == 0
+        said = capsys.readouterr()
+        assert main([*words, *switch, "--json"]) == 0
+        texts = [said.out, capsys.readouterr().out, *(file.read_text() for file in files)]
+        assert ["seconds" in text for text in texts] == [expected] * len(texts)
+        assert ("not covered by ε" in said.err) is expected
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -192,7 +192,7 @@ def test_full_precision_is_the_baseline_of_every_format() -> None:
 
 def test_markdown() -> None:
     runs = [make_run(0.8, 0.7, seed=0), make_run(0.9, 0.7, seed=1), make_run(0.5, scheduler="pls", privacy="none")]
-    assert markdown_table(summarise(runs)) == (
+    assert markdown_table(summarise(runs), times=True) == (
         "In all rows: recipe cnn-digits, format luq_fp4, optimizer sgd.\n"
         "\n"
         "| privacy | budget | scheduler | estimator | runs | accuracy, full precision (%) "
@@ -267,6 +267,44 @@ def test_missing_and_strange_numbers(tmp_path: Path) -> None:
     bare = changed(make_run(seed=1), epochs=(), scores={}, probabilities={}, epsilons={})
     for name, runs in {"one": [odd], "other": [bare], "both": [odd, bare]}.items():
         assert "accuracy" in write_report(runs, tmp_path / f"{name}.html").read_text(encoding="utf-8")
+
+
+# Wall times of private runs depend on the data, and ε does not cover them.
+
+
+def timed(**settings: Any) -> Any:
+    """A run whose times are numbers that nothing else on a page is."""
+    run = make_run(**settings)
+    rows = tuple(dataclasses.replace(row, seconds=7001.1 + i) for i, row in enumerate(run.epochs))
+    return changed(run, epochs=rows, seconds={"training": 6001.1, "analysis": 511.2, "compiling": 47.3})
+
+
+TIMES = ("7001.1", "6001.1", "511.2", "47.3", "6559.6")  # of an epoch, of stages, in all
+PAGES = {"one": [{}], "many": [{"seed": 0}, {"seed": 1}, {"scheduler": "static"}, {"privacy": "none", "budget": 0.0}]}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_report_shows_no_times(name: str, tmp_path: Path) -> None:
+    runs = [timed(**settings) for settings in PAGES[name]]
+    page = write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
+    tables = markdown_table(summarise(runs))
+    for text in (page, tables):
+        assert [number for number in TIMES if number in text] == []
+        assert not re.search(r"\bseconds\b|\btime\b", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_times_that_are_asked_for_come_with_a_warning(name: str, tmp_path: Path) -> None:
+    runs = [timed(**settings) for settings in PAGES[name]]
+    page = write_report(runs, tmp_path / "report.html", times=True).read_text(encoding="utf-8")
+    assert [number for number in TIMES if number not in page] == []
+    assert "Times depend on the data that was drawn and are not covered by ε" in page and "data is public" in page
+    assert "| 6559.6 |" in markdown_table(summarise(runs), times=True)
+
+
+def test_times_of_controls_need_no_warning(tmp_path: Path) -> None:
+    page = write_report([timed(privacy="none", budget=0.0)], tmp_path / "report.html", times=True)
+    assert "6559.6 s" in page.read_text(encoding="utf-8") and "not covered" not in page.read_text(encoding="utf-8")
 
 
 def test_one_run_without_privacy(tmp_path: Path) -> None:
