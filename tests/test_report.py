@@ -46,7 +46,7 @@ OTHER: dict[str, Any] = {
     "sigma_measure": 1.5,
     "clip_measure": 0.3,
     "repetitions": 4,
-    "secure_mode": True,
+    "reproducible": True,
 }
 
 
@@ -215,13 +215,53 @@ def test_ticks_hold_the_range(low: float, high: float) -> None:
 def test_the_command_repeats_the_run() -> None:
     from dpquant_compile.cli.main import make_parser
 
-    words = {name: value for name, value in OTHER.items() if name not in ("privacy", "scheduler", "secure_mode")}
+    words = {name: value for name, value in OTHER.items() if name not in ("privacy", "scheduler")}
     config = RunConfig(**{**words, "seed": 5, "static_seed": 6})
     program, *rest = command(config).split()
     assert program == "dpquant"
     parsed = vars(make_parser().parse_args(rest))
     known = {field.name for field in dataclasses.fields(RunConfig)}
     assert RunConfig(**{name: value for name, value in parsed.items() if name in known}) == config
+
+
+SYSTEM = "came from the operating system's entropy"
+SEEDS = "follow from the seeds, which this page shows. ε holds only as long as nobody knows the seeds"
+
+
+def words_of(runs: list[Any], path: Path) -> str:
+    """What a page says before its sections, as text."""
+    page = write_report(runs, path).read_text(encoding="utf-8")
+    return re.sub(r"<[^>]+>", " ", page.split("<header>")[1].split("</header>")[0])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_page_says_where_the_randomness_came_from(number: int, tmp_path: Path) -> None:
+    fresh = [make_run(seed=seed) for seed in range(number)]
+    known = [make_run(seed=seed, reproducible=True) for seed in range(number)]
+    said = words_of(fresh, tmp_path / "a.html")
+    assert SYSTEM in said and "seeds," not in said
+    said = words_of(known, tmp_path / "b.html")
+    assert SEEDS in said and "only where the data is public" in said and SYSTEM not in said
+    control = make_run(privacy="none", budget=0.0, reproducible=True)
+    said = words_of([control], tmp_path / "c.html")  # it makes no claim
+    assert SEEDS not in said and SYSTEM not in said
+    assert SEEDS not in words_of([*fresh, control], tmp_path / "d.html")
+
+
+@pytest.mark.parametrize("recipe", ["cnn-digits", "cnn-gtsrb-small"])
+def test_a_page_of_both_kinds_says_which_is_which(recipe: str, tmp_path: Path) -> None:
+    runs = [make_run(), make_run(seed=1), make_run(recipe=recipe, reproducible=True)]
+    said = words_of(runs, tmp_path / "report.html")
+    assert "1 of 3 private runs are reproducible, as the column of that name says" in said
+    assert SEEDS in said and SYSTEM in said
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    headline = page.split('id="headline"')[1].split("</table>")[0]
+    assert ">reproducible</th>" in headline and "<td>yes</td>" in headline and "<td>no</td>" in headline
+    by_run = dict(re.findall(r'<template data-run="([^"]+)">(.*?)</template>', page, re.DOTALL))
+    for run in runs:
+        assert ("as long as nobody knows the seed" in by_run[run.key]) is run.config.reproducible
+        assert ("repeats this run" in by_run[run.key]) is run.config.reproducible
+        assert ("train" in by_run[run.key] and "--reproducible" in by_run[run.key]) is run.config.reproducible
 
 
 def test_page_of_many_runs_holds_the_tables(tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ def _resource(name: str) -> str:
 
 def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
     timed = times and any(run.epsilon is not None for run in runs)
-    warning = f"<p>{TIMES_WARNING}</p>" if timed else ""
+    claim = "".join(f"<p>{text}</p>" for text in (_randomness(runs), TIMES_WARNING if timed else "") if text)
     if len(runs) == 1:
-        return f"<p>One training run.</p>{warning}"
+        return f"<p>One training run.</p>{claim}"
     text = (
         f"{len(runs)} training runs in {len(rows)} groups. Runs of a group differ in the seed alone, static subsets "
         "also in which subset it is. Numbers are mean ± sample standard deviation; a group of one run has no ±."
@@ -95,8 +95,6 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
         "0 % all of training is in float32. Both accuracies are of the same trained model: evaluated with all sites in "
         "float32, and with the last epoch's sites in low precision."
     )
-    if any(run.epsilon is not None and not run.config.secure_mode for run in runs):
-        words += " ε holds as long as nobody knows the seeds, from which the noise follows: secure mode was off."
     recipes = sorted({run.config.recipe for run in runs})
     choose = ""
     if len(recipes) > 1:
@@ -105,7 +103,28 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
             '<p class="choose"><label for="recipe">Show</label> <select id="recipe">'
             f'<option value="">all recipes</option>{options}</select></p>'
         )
-    return f"<p>{text}</p><p>{words}</p>{warning}{choose}"
+    return f"<p>{text}</p><p>{words}</p>{claim}{choose}"
+
+
+def _randomness(runs: Sequence[RunResult]) -> str:
+    """Where the randomness of private runs came from, on which their ε rests; empty where no run is private."""
+    private = [run for run in runs if run.epsilon is not None]
+    known = [run for run in private if run.config.reproducible]
+    system = "noise, batches and rounding came from the operating system's entropy"
+    seeds = (
+        "noise, batches and rounding follow from the seeds, which this page shows. ε holds only as long as nobody "
+        "knows the seeds, so publish this page only where the data is public."
+    )
+    if not private:
+        return ""
+    if not known:
+        return f"{system[0].upper()}{system[1:]}."
+    if len(known) == len(private):
+        return f"These runs are reproducible: {seeds}" if len(runs) > 1 else f"This run is reproducible: {seeds}"
+    return (
+        f"{len(known)} of {len(private)} private runs are reproducible, as the column of that name says. In those "
+        f"{seeds} In the others {system}."
+    )
 
 
 def _many(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:

@@ -19,7 +19,7 @@ _SAID = ("seed", "budget", "scheduler")
 
 
 def command(config: RunConfig) -> str:
-    """The command line that repeats a run; the data's folder is not recorded, and is left to the reader."""
+    """The command line of a run, which repeats one that is reproducible; the data's folder is left to the reader."""
     words = ["dpquant", "train", config.recipe]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -63,8 +63,9 @@ def run_section(run: RunResult, level: int = 3, *, times: bool = False) -> str:
 def _figures(run: RunResult, times: bool) -> str:
     low, total = len(run.epochs[-1].policy) if run.epochs else 0, len(run.sites)
     spent = f"at δ = {show_delta(run.delta)}" if run.epsilon is not None else "not private: a control"
-    if run.epsilon is not None and not run.config.secure_mode:
-        spent += ", if nobody knows the seed (secure mode was off)"
+    if run.epsilon is not None:
+        known = run.config.reproducible
+        spent += ", as long as nobody knows the seed" if known else ", with noise from the operating system's entropy"
     where = f"the model evaluated with {low} of {total} sites in {run.config.format}, as in the last epoch"
     figures = [
         (
@@ -172,10 +173,12 @@ def _time(run: RunResult) -> str:
 def _configuration(run: RunResult) -> str:
     config = {name: value for name, value in run.config.to_json().items() if value is not None}
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    again = "repeats this run" if run.config.reproducible else "trains again with new noise, batches and rounding"
     return (
         "<details><summary>Command and configuration</summary>"
         f"<pre>{escape(command(run.config))}</pre>"
-        '<p class="hint">Add <code>--data FOLDER</code> where the recipe reads its data from a folder.</p>'
+        f'<p class="hint">In another <code>--out</code> this {again}. Add <code>--data FOLDER</code> where the recipe '
+        "reads its data from a folder.</p>"
         f"<pre>{escape(json.dumps(config, indent=1, ensure_ascii=False))}</pre>"
         f'<p class="hint">{escape(versions)}</p></details>'
     )
