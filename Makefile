@@ -43,7 +43,7 @@ evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
 	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \
 	  $(BIN)/dpquant report $(RUNS)/$$name -o $(RUNS)/$$name.html --csv $(RUNS)/$$name.csv --markdown $(RUNS)/$$name.md \
-	    $(if $(DATA),--data $(DATA)); \
+	    --times $(if $(DATA),--data $(DATA)); \
 	done
 	@set -e; for name in estimator_ranks gradient_norms training_signal known_ranks; do \
 	  $(BIN)/python experiments/$$name.py --recipe cnn-digits --out $(RUNS)/$${name}_digits.json; \

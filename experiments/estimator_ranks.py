@@ -100,7 +100,9 @@ def main() -> None:
     found: dict[str, list[float]] = {contestant.name: [] for contestant in CONTESTANTS}
     size = 0
     for seed in args.seeds:
-        config = RunConfig(args.recipe, seed=seed, scheduler="pls", data=args.data, epochs=max(args.at)).resolved()
+        config = RunConfig(
+            args.recipe, seed=seed, scheduler="pls", data=args.data, epochs=max(args.at), reproducible=True
+        ).resolved()
         with tempfile.TemporaryDirectory() as folder:
             run = Run(config, Path(folder))
             size = len(run.split.train_x)

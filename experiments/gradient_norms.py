@@ -69,6 +69,7 @@ def main() -> None:
                 batch_size=batch,
                 data=args.data,
                 epochs=args.epochs,
+                reproducible=True,
             ).resolved()
             plain = get_recipe(args.recipe).model(None if args.data is None else Path(args.data))
             with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    common: dict[str, Any] = dict(data=args.data, epochs=args.epochs, target_epsilon=args.epsilon)
+    common: dict[str, Any] = dict(data=args.data, epochs=args.epochs, target_epsilon=args.epsilon, reproducible=True)
     costs = ranking(RunConfig(args.recipe, budget=0.0, **common).resolved(), args.oracle)
     names = [name for name, _ in costs]
     count = resolve_budget(args.budget, names)

@@ -59,7 +59,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    config = RunConfig(args.recipe, seed=args.seed, scheduler="pls", data=args.data, epochs=args.epochs).resolved()
+    config = RunConfig(
+        args.recipe, seed=args.seed, scheduler="pls", data=args.data, epochs=args.epochs, reproducible=True
+    ).resolved()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(config, Path(folder))
         for _ in run.epochs():

@@ -23,6 +23,7 @@ from dpquant_compile.cli import train as train_command
 from dpquant_compile.cli.main import main
 from dpquant_compile.lab import recipes
 from dpquant_compile.lab.data import Split
+from dpquant_compile.lab.train import Run
 
 
 @pytest.fixture
@@ -94,21 +95,66 @@ def test_train_that_is_interrupted_goes_on(
 
         yield stop
 
-    words = ["train", recipe, "--budget", "0.5", "--json"]
+    words = ["train", recipe, "--budget", "0.5", "--reproducible", "--json"]
     with monkeypatch.context() as patched:
         patched.setattr(train_command, "_progress", impatient)
         assert main([*words, "--out", "stopped"]) == 130
-    said = capsys.readouterr()
-    assert "same command" in said.err and not said.out
+    stopped = capsys.readouterr()
+    assert "same command" in stopped.err and not stopped.out
     assert main([*words, "--out", "stopped"]) == 0
     said = capsys.readouterr()
     resumed = json.loads(said.out)
+    assert "count again" not in stopped.err + said.err, "a reproducible run repeats what it lost, and is charged once"
     assert "going on" in said.err and len(re.findall(r"^ +\d  ", said.err, re.M)) == 2
     assert main([*words, "--out", "whole"]) == 0
     whole = json.loads(capsys.readouterr().out)
     same = ("key", "accuracy", "accuracy_low", "epsilon", "epsilons", "scores", "probabilities")
     assert {name: resumed[name] for name in same} == {name: whole[name] for name in same}
     assert [row["policy"] for row in resumed["epochs"]] == [row["policy"] for row in whole["epochs"]]
+
+
+def test_a_run_that_was_stopped_says_what_going_on_costs(
+    recipe: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New randomness, so lost steps count again: a target ε is reached before the last epoch is over."""
+    words = ["train", recipe, "--budget", "0.5", "--target-epsilon", "8"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_accuracy", lambda self, policy: signal.raise_signal(signal.SIGINT))
+        assert main(words) == 130  # the first epoch was trained, and not saved
+    said = capsys.readouterr().err
+    assert "same command" in said and "made again with new randomness, and count again in ε" in said
+    assert "may reach it before its last epoch, and end there with an error" in said
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "going on from its last checkpoint. Steps since then are made again" in said
+    assert "may reach it before its last epoch" in said
+    assert "ends before its last epoch" in said and "past the target 8" in said and "checkpoint.pt" in said
+    assert "Traceback" not in said and not list((here / "out").rglob("result.json"))
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_the_claim_says_what_it_rests_on(
+    reproducible: bool, recipe: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", recipe, "--epochs", "1", "--seed", "1", *(["--reproducible"] if reproducible else [])]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert ("from the operating system's entropy" in printed) is not reproducible
+    assert bool(re.search("it holds if +nobody knows the seed", printed)) is reproducible
+    (folder,) = (here / "out" / "runs").iterdir()
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["dpquant"]
+    assert state["noise"]["kind"] == ("seeded" if reproducible else "secure")
+    assert main(["report", "out/runs", "--no-graph"]) == 0
+    page = Path("report.html").read_text()
+    assert ("came from the operating system's entropy" in page) is not reproducible
+    assert ("ε holds only as long as nobody knows the seeds" in page) is reproducible
+
+
+def test_an_option_that_is_the_default_now_is_explained(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", recipe, "--secure-mode"])
+    assert end.value.code == 2
+    assert "--secure-mode is the default now: leave it out. Its opposite is --reproducible" in capsys.readouterr().err
 
 
 def test_a_lost_checkpoint_is_told_and_its_attempt_counted(
@@ -291,6 +337,19 @@ def test_report_writes_a_page_and_tables(runs: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert "4 runs" in printed and "report: again.html" in printed
     assert len(Path("again.html").read_text()) < len(page)
+
+
+def test_report_publishes_times_only_if_asked(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The threat model says that the adversary does not see them."""
+    words = ["report", "runs", "--csv", "runs.csv", "--markdown", "tables.md", "--no-graph"]
+    files = [Path(name) for name in ("report.html", "runs.csv", "tables.md")]
+    for switch, expected in (([], False), (["--times"], True)):
+        assert main([*words, *switch]) == 0
+        said = capsys.readouterr()
+        assert main([*words, *switch, "--json"]) == 0
+        texts = [said.out, capsys.readouterr().out, *(file.read_text() for file in files)]
+        assert ["seconds" in text for text in texts] == [expected] * len(texts)
+        assert ("not covered by ε" in said.err) is expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.slow
 def test_demo_learns_and_writes_its_files(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "2"]
+    command = [sys.executable, ROOT / "examples" / "demo.py", "--epochs", "2", "--reproducible"]
     done = subprocess.run(
         [*command, "--out", tmp_path / "out"],
         cwd=tmp_path,

@@ -1,5 +1,6 @@
 """The experiments behind docs/evidence.md: grids that expand, scripts that run, results that are there."""
 
+import csv
 import itertools
 import json
 import os
@@ -29,6 +30,23 @@ def test_a_grid_expands_to_runs_with_enough_seeds(path: Path) -> None:
     for config in configs:
         same = {c.seed for c in configs if c.key.split("-s")[0] == config.key.split("-s")[0]}
         assert len(same) >= 3, f"{config.key} has {len(same)} seeds"
+
+
+def test_the_evidence_can_be_repeated() -> None:
+    """Schedules are compared over seeds that share batches and noise, so these must follow from the seed."""
+    for path in GRIDS:
+        assert all(config.reproducible for config in expand(read_grid(path))), path.name
+    for name in TINY:
+        assert "reproducible=True" in (FOLDER / name).read_text("utf-8"), name
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("results/*.csv")), ids=lambda path: path.stem)
+def test_results_are_of_runs_that_the_grid_has(path: Path) -> None:
+    known = {config.key for config in expand(read_grid(FOLDER / f"{path.stem}.toml"))}
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["key"] for row in rows if row["key"] not in known] == []
+    assert {row["reproducible"] for row in rows} == {"True"}
 
 
 def test_every_script_has_a_smoke_run() -> None:

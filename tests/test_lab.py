@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_recipe import tiny_model, tiny_recipe
 from torch import nn
 
 from dpquant_compile import torchvision_compat
 from dpquant_compile.errors import LabError
 from dpquant_compile.lab import RunConfig, data, expand, find_runs, get_recipe, read_run, recipe_names, sweep
 from dpquant_compile.lab.archive import read_archive
-from dpquant_compile.lab.data import Split, digits
-from dpquant_compile.lab.recipes import TrainRecipe, register_recipe
+from dpquant_compile.lab.recipes import register_recipe
 from dpquant_compile.lab.train import Run, train
 from dpquant_compile.private.plan import plan
 
@@ -30,28 +30,9 @@ PUBLISHED = (
 SMALL = "cnn-digits cnn-gtsrb-small resnet18-gtsrb-small resnet18-gtsrb-tuned cnn-cifar10-small minilm-snli-small"
 
 
-def tiny_data(folder: Path | None) -> Split:
-    whole = digits(folder)
-    return Split(whole.train_x[:120], whole.train_y[:120], whole.test_x[:60], whole.test_y[:60])
-
-
-def tiny_model(folder: Path | None) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(4 * 64, 16),
-        nn.ReLU(),
-        nn.Linear(16, 10),
-    )
-
-
 @pytest.fixture(scope="module")
 def tiny() -> str:
-    """A recipe that compiles nothing and trains in a blink."""
-    defaults = dict(lr=0.5, lr_adam=0.01, batch_size=40, epochs=4, physical=24, n_sample=2, delta=1e-3)
-    recipe = TrainRecipe("tiny", "for tests", tiny_model, tiny_data, "nothing", defaults, inner="eager")
-    return register_recipe(recipe).name
+    return tiny_recipe()
 
 
 # Recipes and configurations
@@ -178,9 +159,10 @@ def test_a_run_leaves_a_folder_that_can_be_read(tiny: str, tmp_path: Path) -> No
 
 def test_a_second_run_of_one_process_is_not_touched_by_the_first(tiny: str, tmp_path: Path) -> None:
     """Runs of a process share a compiled model; a run must not depend on what ran before it."""
-    alone = train(RunConfig(tiny, seed=5), tmp_path / "a")
+    config = RunConfig(tiny, seed=5, reproducible=True)
+    alone = train(config, tmp_path / "a")
     train(RunConfig(tiny, seed=6, budget=1.0), tmp_path / "b")
-    again = train(RunConfig(tiny, seed=5), tmp_path / "c")
+    again = train(config, tmp_path / "c")
     assert [row.accuracy for row in again.epochs] == [row.accuracy for row in alone.epochs]
     assert (again.schedule, again.scores, again.epsilon) == (alone.schedule, alone.scores, alone.epsilon)
     states = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["dpquant"]["model"] for name in "ac"]
@@ -189,7 +171,7 @@ def test_a_second_run_of_one_process_is_not_touched_by_the_first(tiny: str, tmp_
 
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tiny: str, tmp_path: Path, stop: int) -> None:
-    config = RunConfig(tiny, seed=stop).resolved()
+    config = RunConfig(tiny, seed=stop, reproducible=True).resolved()
     whole = train(config, tmp_path / "whole")
     run = Run(config, tmp_path / "cut")
     for row in run.epochs():
@@ -247,7 +229,7 @@ def test_controls_are_marked_as_not_private(tiny: str, tmp_path: Path) -> None:
 
 def test_the_control_without_clipping_is_plain_sgd(tiny: str, tmp_path: Path) -> None:
     """One step of privacy="none" in full precision against autograd on the same Poisson batch."""
-    config = RunConfig(tiny, privacy="none", budget=0.0, lr=0.1).resolved()
+    config = RunConfig(tiny, privacy="none", budget=0.0, lr=0.1, reproducible=True).resolved()
     run = Run(config, tmp_path)
     plain = tiny_model(None)
     plain.load_state_dict(run.model.state_dict())
@@ -268,9 +250,9 @@ def test_the_control_without_clipping_is_plain_sgd(tiny: str, tmp_path: Path) ->
 
 
 def test_low_precision_is_evaluated_in_low_precision(tiny: str, tmp_path: Path) -> None:
-    full = train(RunConfig(tiny, budget=0.0), tmp_path / "full")
+    full = train(RunConfig(tiny, budget=0.0, reproducible=True), tmp_path / "full")
     assert all(row.accuracy == row.accuracy_low for row in full.epochs)
-    low = train(RunConfig(tiny, budget=1.0), tmp_path / "low")
+    low = train(RunConfig(tiny, budget=1.0, reproducible=True), tmp_path / "low")
     assert any(row.accuracy != row.accuracy_low for row in low.epochs)
 
 

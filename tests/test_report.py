@@ -46,7 +46,7 @@ OTHER: dict[str, Any] = {
     "sigma_measure": 1.5,
     "clip_measure": 0.3,
     "repetitions": 4,
-    "secure_mode": True,
+    "reproducible": True,
 }
 
 
@@ -192,7 +192,7 @@ def test_full_precision_is_the_baseline_of_every_format() -> None:
 
 def test_markdown() -> None:
     runs = [make_run(0.8, 0.7, seed=0), make_run(0.9, 0.7, seed=1), make_run(0.5, scheduler="pls", privacy="none")]
-    assert markdown_table(summarise(runs)) == (
+    assert markdown_table(summarise(runs), times=True) == (
         "In all rows: recipe cnn-digits, format luq_fp4, optimizer sgd.\n"
         "\n"
         "| privacy | budget | scheduler | estimator | runs | accuracy, full precision (%) "
@@ -215,13 +215,53 @@ def test_ticks_hold_the_range(low: float, high: float) -> None:
 def test_the_command_repeats_the_run() -> None:
     from dpquant_compile.cli.main import make_parser
 
-    words = {name: value for name, value in OTHER.items() if name not in ("privacy", "scheduler", "secure_mode")}
+    words = {name: value for name, value in OTHER.items() if name not in ("privacy", "scheduler")}
     config = RunConfig(**{**words, "seed": 5, "static_seed": 6})
     program, *rest = command(config).split()
     assert program == "dpquant"
     parsed = vars(make_parser().parse_args(rest))
     known = {field.name for field in dataclasses.fields(RunConfig)}
     assert RunConfig(**{name: value for name, value in parsed.items() if name in known}) == config
+
+
+SYSTEM = "came from the operating system's entropy"
+SEEDS = "follow from the seeds, which this page shows. ε holds only as long as nobody knows the seeds"
+
+
+def words_of(runs: list[Any], path: Path) -> str:
+    """What a page says before its sections, as text."""
+    page = write_report(runs, path).read_text(encoding="utf-8")
+    return re.sub(r"<[^>]+>", " ", page.split("<header>")[1].split("</header>")[0])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_page_says_where_the_randomness_came_from(number: int, tmp_path: Path) -> None:
+    fresh = [make_run(seed=seed) for seed in range(number)]
+    known = [make_run(seed=seed, reproducible=True) for seed in range(number)]
+    said = words_of(fresh, tmp_path / "a.html")
+    assert SYSTEM in said and "seeds," not in said
+    said = words_of(known, tmp_path / "b.html")
+    assert SEEDS in said and "only where the data is public" in said and SYSTEM not in said
+    control = make_run(privacy="none", budget=0.0, reproducible=True)
+    said = words_of([control], tmp_path / "c.html")  # it makes no claim
+    assert SEEDS not in said and SYSTEM not in said
+    assert SEEDS not in words_of([*fresh, control], tmp_path / "d.html")
+
+
+@pytest.mark.parametrize("recipe", ["cnn-digits", "cnn-gtsrb-small"])
+def test_a_page_of_both_kinds_says_which_is_which(recipe: str, tmp_path: Path) -> None:
+    runs = [make_run(), make_run(seed=1), make_run(recipe=recipe, reproducible=True)]
+    said = words_of(runs, tmp_path / "report.html")
+    assert "1 of 3 private runs are reproducible, as the column of that name says" in said
+    assert SEEDS in said and SYSTEM in said
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    headline = page.split('id="headline"')[1].split("</table>")[0]
+    assert ">reproducible</th>" in headline and "<td>yes</td>" in headline and "<td>no</td>" in headline
+    by_run = dict(re.findall(r'<template data-run="([^"]+)">(.*?)</template>', page, re.DOTALL))
+    for run in runs:
+        assert ("as long as nobody knows the seed" in by_run[run.key]) is run.config.reproducible
+        assert ("repeats this run" in by_run[run.key]) is run.config.reproducible
+        assert ("train" in by_run[run.key] and "--reproducible" in by_run[run.key]) is run.config.reproducible
 
 
 def test_page_of_many_runs_holds_the_tables(tmp_path: Path) -> None:
@@ -267,6 +307,44 @@ def test_missing_and_strange_numbers(tmp_path: Path) -> None:
     bare = changed(make_run(seed=1), epochs=(), scores={}, probabilities={}, epsilons={})
     for name, runs in {"one": [odd], "other": [bare], "both": [odd, bare]}.items():
         assert "accuracy" in write_report(runs, tmp_path / f"{name}.html").read_text(encoding="utf-8")
+
+
+# Wall times of private runs depend on the data, and ε does not cover them.
+
+
+def timed(**settings: Any) -> Any:
+    """A run whose times are numbers that nothing else on a page is."""
+    run = make_run(**settings)
+    rows = tuple(dataclasses.replace(row, seconds=7001.1 + i) for i, row in enumerate(run.epochs))
+    return changed(run, epochs=rows, seconds={"training": 6001.1, "analysis": 511.2, "compiling": 47.3})
+
+
+TIMES = ("7001.1", "6001.1", "511.2", "47.3", "6559.6")  # of an epoch, of stages, in all
+PAGES = {"one": [{}], "many": [{"seed": 0}, {"seed": 1}, {"scheduler": "static"}, {"privacy": "none", "budget": 0.0}]}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_report_shows_no_times(name: str, tmp_path: Path) -> None:
+    runs = [timed(**settings) for settings in PAGES[name]]
+    page = write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8")
+    tables = markdown_table(summarise(runs))
+    for text in (page, tables):
+        assert [number for number in TIMES if number in text] == []
+        assert not re.search(r"\bseconds\b|\btime\b", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_times_that_are_asked_for_come_with_a_warning(name: str, tmp_path: Path) -> None:
+    runs = [timed(**settings) for settings in PAGES[name]]
+    page = write_report(runs, tmp_path / "report.html", times=True).read_text(encoding="utf-8")
+    assert [number for number in TIMES if number not in page] == []
+    assert "Times depend on the data that was drawn and are not covered by ε" in page and "data is public" in page
+    assert "| 6559.6 |" in markdown_table(summarise(runs), times=True)
+
+
+def test_times_of_controls_need_no_warning(tmp_path: Path) -> None:
+    page = write_report([timed(privacy="none", budget=0.0)], tmp_path / "report.html", times=True)
+    assert "6559.6 s" in page.read_text(encoding="utf-8") and "not covered" not in page.read_text(encoding="utf-8")
 
 
 def test_one_run_without_privacy(tmp_path: Path) -> None:

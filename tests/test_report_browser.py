@@ -51,8 +51,8 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     one = make_run(0.87, 0.84, epochs=10)
     long = changed(one, sites=tuple(f"encoder.layer.{i}.attention.output.dense" for i in range(40)))
     return {
-        "many": write_report(RUNS, folder / "many.html", graph=GRAPH).as_uri(),
-        "one": write_report([one], folder / "one.html", graph=GRAPH).as_uri(),
+        "many": write_report(RUNS, folder / "many.html", graph=GRAPH, times=True).as_uri(),
+        "one": write_report([one], folder / "one.html", graph=GRAPH, times=True).as_uri(),
         "long": write_report([long], folder / "long.html").as_uri(),
     }
 

@@ -1,8 +1,8 @@
 """`Command`: what a file of this folder has to offer, and how it says that something went wrong."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dpquant_compile.errors import DPQuantError
@@ -24,6 +24,7 @@ class Command:
     examples       lines for the end of its help, each a command that works
     add_arguments  adds its options to a parser; nothing heavy is imported for it, so that `--help` is quick
     run            does it, and returns the exit code
+    removed        options of earlier releases, and what to do without them
     """
 
     name: str
@@ -31,6 +32,7 @@ class Command:
     examples: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: "Callable[[argparse.Namespace, Output], int]"
+    removed: Mapping[str, str] = field(default_factory=dict)
 
 
 class InputError(DPQuantError, ValueError):

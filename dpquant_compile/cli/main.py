@@ -66,11 +66,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+def _unknown(words: Sequence[str], args: argparse.Namespace) -> str:
     """What is wrong with words that are no argument of a command, and which option may have been meant."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    text = f"unrecognized arguments: {' '.join(words)}"
-    return f"{text}." + "".join(did_you_mean(word.split("=")[0], known) for word in words)
+    known = [option for action in args.parser._actions for option in action.option_strings]
+    command: Command = args.command
+    names = [word.split("=")[0] for word in words]
+    hints = (command.removed[name] if name in command.removed else did_you_mean(name, known) for name in names)
+    return f"unrecognized arguments: {' '.join(words)}." + "".join(hints)
 
 
 def _add_version(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no command {words[0]!r}.{hint} Commands: {', '.join(names)}")
     args, unknown = parser.parse_known_args(words[:cut])
     if unknown:
-        args.parser.error(_unknown(unknown, args.parser))
+        args.parser.error(_unknown(unknown, args))
     args.rest = words[cut + 1 :]
     if args.rest and args.command is not bench.COMMAND:
         parser.error(f"dpquant {args.command.name} takes no arguments after --; `dpquant bench` does")

@@ -26,6 +26,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a line for each run, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write tables of means over seeds, too")
     parser.add_argument("--title", metavar="TEXT", help="of the page")
+    parser.add_argument(
+        "--times",
+        action="store_true",
+        help="show how long runs took, everywhere; not covered by ε, so for runs on public data only",
+    )
     graph = parser.add_mutually_exclusive_group()
     graph.add_argument("--graph", metavar="RECIPE", help="whose graph to show; default: the recipe of the first run")
     graph.add_argument("--no-graph", action="store_true", help="leave the graph out, which is slow for large models")
@@ -35,7 +40,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, output: "Output") -> int:
     from dpquant_compile.lab import find_runs
     from dpquant_compile.lab.cells import markdown_table
-    from dpquant_compile.lab.report import write_report
+    from dpquant_compile.lab.report import TIMES_WARNING, write_report
     from dpquant_compile.lab.tables import compare, summarise
 
     files = {"report": args.output, "csv": args.csv, "markdown": args.markdown}
@@ -46,14 +51,16 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     graph = None if args.no_graph else _graph(args, runs, output)
     for path in wanted.values():
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_report(runs, args.output, title=args.title, graph=graph)
+    write_report(runs, args.output, title=args.title, graph=graph, times=args.times)
     if args.csv is not None:
-        _write_csv(runs, args.csv)
+        _write_csv(runs, args.csv, args.times)
     if args.markdown is not None:
         compared = compare(rows)
-        parts = [markdown_table(rows), *([markdown_table(compared)] if compared else [])]
+        parts = [markdown_table(rows, times=args.times), *([markdown_table(compared)] if compared else [])]
         args.markdown.write_text("\n".join(parts), encoding="utf-8")
-    _show(rows, wanted, output)
+    if args.times and any(run.epsilon is not None for run in runs):
+        output.note(TIMES_WARNING)
+    _show(rows, wanted, output, args.times)
     return DONE
 
 
@@ -84,10 +91,10 @@ def _graph(args: argparse.Namespace, runs: "Sequence[RunResult]", output: "Outpu
         return None
 
 
-def _write_csv(runs: "Sequence[RunResult]", path: Path) -> None:
+def _write_csv(runs: "Sequence[RunResult]", path: Path, times: bool) -> None:
     """A line for each run: its configuration, and what came out."""
     purposes = sorted({purpose for run in runs for purpose in run.epsilons})
-    stages = sorted({stage for run in runs for stage in run.seconds})
+    stages = sorted({stage for run in runs for stage in run.seconds}) if times else []
     lines: list[dict[str, Any]] = []
     for run in runs:
         config = {name: value for name, value in run.config.to_json().items() if name != "data"}
@@ -106,26 +113,23 @@ def _write_csv(runs: "Sequence[RunResult]", path: Path) -> None:
         writer.writerows(lines)
 
 
-def _show(rows: "Sequence[Row]", written: dict[str, Path], output: "Output") -> None:
+def _show(rows: "Sequence[Row]", written: dict[str, Path], output: "Output", times: bool) -> None:
     from dpquant_compile.cli.output import table
     from dpquant_compile.lab.cells import headline_table
 
-    groups, count = headline_table(rows), sum(row.n for row in rows)
+    groups, count = headline_table(rows, times=times), sum(row.n for row in rows)
     title = f"{count} {'run' if count == 1 else 'runs'}" + (f": {groups.common}" if groups.common else "")
     texts = [[cell.text for cell in cells] for cells in groups.body]
     shown = table(groups.header, texts, title=title, right=groups.header[groups.labels :])
-    document = {"runs": count, "groups": [_group(row) for row in rows], "files": written}
+    document = {"runs": count, "groups": [_group(row, times) for row in rows], "files": written}
     output.result(document, shown, *(f"{name}: {path}" for name, path in written.items()))
 
 
-def _group(row: "Row") -> dict[str, Any]:
+def _group(row: "Row", times: bool) -> dict[str, Any]:
     """Mean and standard deviation over the runs of a group, with what they have in common."""
-    figures = {
-        "accuracy": row.accuracy,
-        "accuracy_low": row.accuracy_low,
-        "epsilon": row.epsilon,
-        "seconds": row.seconds,
-    }
+    figures = {"accuracy": row.accuracy, "accuracy_low": row.accuracy_low, "epsilon": row.epsilon}
+    if times:
+        figures["seconds"] = row.seconds
     return {
         "settings": dict(row.settings),
         "runs": row.n,

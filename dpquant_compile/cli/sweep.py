@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpquant_compile.cli.command import DONE, FAILED, Command
-from dpquant_compile.cli.train import add_place, check_data, count, document, run_state
+from dpquant_compile.cli.train import add_place, check_data, count, document, lost_steps, run_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,8 @@ underscores; each table of `grids` is a product over its lists:
   [[grids]]
   budget = 0
 
-Runs that are done are skipped, and runs that were stopped go on, so the same command finishes a sweep."""
+Runs that are done are skipped, and runs that were stopped go on, so the same command finishes a sweep. With
+`reproducible = true` runs of one seed have the same batches and noise, for paired comparisons on public data."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,8 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     try:
         results = sweep(configs, args.out, workers=args.workers, threads=args.threads, on_done=tell)
     except KeyboardInterrupt:
-        output.note("The sweep goes on where it was when the same command is given again.")
+        note = "The sweep goes on after the last whole epoch of each run when the same command is given again."
+        output.note(f"{note}{lost_steps(configs)}")
         raise
     failed = [event for event in events if event.status == "failed"]
     _show(results, events, args.out, output)

@@ -1,7 +1,7 @@
 """`dpquant train`: one run of a recipe, in a folder of its own, which a second call goes on with."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dpquant_compile.cli.output import Output
     from dpquant_compile.lab import EpochRow, RunConfig, RunResult
 
-__all__ = ["COMMAND", "OPTIONS", "Option", "add_place", "check_data", "count", "document", "run_state"]
+__all__ = ["COMMAND", "OPTIONS", "Option", "add_place", "check_data", "count", "document", "lost_steps", "run_state"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Option:
 
 # Every field but `recipe`, which is the argument. A test compares this list with RunConfig.
 OPTIONS = (
-    Option("seed", int, "of weights, batches, noise, rounding and schedule; default: 0"),
+    Option("seed", int, "of weights and schedule; with --reproducible, of batches, noise and rounding too; default: 0"),
     Option("epochs", int, "default: the recipe's"),
     Option("batch_size", int, "expected size of a Poisson batch; default: the recipe's"),
     Option("physical", int, "samples that are computed at a time; default: the recipe's"),
@@ -52,7 +52,13 @@ OPTIONS = (
         "privacy",
     ),
     Option("delta", float, "default: the recipe's", "privacy"),
-    Option("secure_mode", bool, "noise and samples from the system's entropy; such a run does not repeat", "privacy"),
+    Option(
+        "reproducible",
+        bool,
+        "batches, noise and rounding follow from the seed, and ε holds only as long as nobody knows it; by default "
+        "they come from the operating system's entropy",
+        "privacy",
+    ),
     Option("max_grad_norm", float, "what gradients are clipped to; default: the recipe's", "privacy"),
     Option("scheduler", str, "dpquant (default), pls, static or greedy", "schedule"),
     Option("estimator", str, "per_sample (default) or paper", "schedule"),
@@ -111,15 +117,23 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     check_data(config)
     folder = args.out / config.key
     state = run_state(folder)
-    output.note(f"{config.key}: {_STATES[state]}")
+    output.note(f"{config.key}: {_STATES[state]}{lost_steps([config]) if state == 'begun' else ''}")
     try:
         with _progress(config, output) as progress:
             result = lab.train(config, folder, progress=progress, threads=args.threads)
     except KeyboardInterrupt:
-        output.note("The run goes on after its last whole epoch when the same command is given again.")
+        note = "The run goes on after its last whole epoch when the same command is given again."
+        output.note(f"{note}{lost_steps([config])}")
         raise
-    except (LabError, PrivacySpecError, PrivacyBudgetError):
+    except (LabError, PrivacySpecError):
         raise  # what was asked for cannot be done
+    except PrivacyBudgetError as error:
+        if run_state(folder) == "new":
+            raise  # no noise will do
+        raise RunFailedError(
+            f"{config.key} ends before its last epoch: {error} The model after the last whole epoch is in "
+            f"{folder / 'checkpoint.pt'}"
+        ) from error
     except (DPQuantError, OSError) as error:
         raise RunFailedError(f"{config.key}: {error}") from error
     _show(result, folder, output)
@@ -134,10 +148,21 @@ def check_data(config: "RunConfig") -> None:
 
 _STATES = {
     "done": "done before",
-    "begun": "going on from its last checkpoint",
+    "begun": "going on from its last checkpoint.",
     "again": "starting again; its ledger holds an earlier attempt, which is counted",
     "new": "starting",
 }
+
+
+def lost_steps(configs: "Sequence[RunConfig]") -> str:
+    """What it costs to go on with such runs, as sentences with a space before them; empty where it costs nothing."""
+    charged = [config for config in configs if config.privacy == "dp" and not config.reproducible]
+    if not charged:
+        return ""
+    text = " Steps since then are made again with new randomness, and count again in ε."
+    if any(config.target_epsilon is not None for config in charged):
+        text += " So a run with --target-epsilon may reach it before its last epoch, and end there with an error."
+    return text
 
 
 def run_state(folder: Path) -> str:
@@ -186,8 +211,10 @@ def _show(result: "RunResult", folder: Path, output: "Output") -> None:
     else:
         rows.append((f"ε at δ = {result.delta:g}", number(result.epsilon)))
         rows += [(f"  {purpose} by itself", number(value)) for purpose, value in result.epsilons.items()]
-        if not result.config.secure_mode:
-            rows.append(("it holds if", "nobody knows the seed: noise follows from it. For real data: --secure-mode"))
+        if result.config.reproducible:
+            rows.append(("it holds if", "nobody knows the seed. For real data: without --reproducible"))
+        else:
+            rows.append(("noise, batches, rounding", "from the operating system's entropy"))
     rows += [(f"seconds of {stage}", number(value, 1)) for stage, value in result.seconds.items()]
     rows.append(("folder", str(folder)))
     output.result(document(result, folder), table(("", ""), rows, title=result.key))
@@ -199,9 +226,11 @@ COMMAND = Command(
     (
         "dpquant train cnn-digits",
         "dpquant train cnn-digits --budget 0.9 --scheduler static --seed 3 --out out/runs",
+        "dpquant train cnn-digits --seed 3 --reproducible",
         "dpquant train cnn-gtsrb-small --data data --target-epsilon 8 --optimizer adam --json",
         "dpquant train resnet18-cifar10 --estimator paper --quantize-outputs all",
     ),
     _add_arguments,
     _run,
+    removed={"--secure-mode": " --secure-mode is the default now: leave it out. Its opposite is --reproducible."},
 )

@@ -104,8 +104,8 @@ def group_table(rows: Sequence[Row], columns: Mapping[str, Callable[[int], Cell]
     )
 
 
-def headline_table(rows: Sequence[Row]) -> Table:
-    """Per group: runs, accuracy in both evaluations, ε in total, seconds."""
+def headline_table(rows: Sequence[Row], *, times: bool = False) -> Table:
+    """Per group: runs, accuracy in both evaluations, ε in total and, with `times`, seconds."""
     deltas = {run.delta for row in rows for run in row.runs if run.epsilon is not None}
     header = f"ε (δ = {show_delta(deltas.pop())})" if len(deltas) == 1 else "ε"
 
@@ -114,18 +114,17 @@ def headline_table(rows: Sequence[Row]) -> Table:
         own = sorted({run.delta for run in row.runs if run.epsilon is not None})
         return Cell(text if header != "ε" or not own else f"{text} (δ = {', '.join(map(show_delta, own))})")
 
-    return group_table(
-        rows,
-        {
-            "runs": lambda i: Cell(
-                str(rows[i].n) if rows[i].seeds == rows[i].n else f"{rows[i].n} ({rows[i].seeds} seeds)"
-            ),
-            "accuracy, full precision (%)": lambda i: Cell(show_percent(rows[i].accuracy, of=rows[i].n)),
-            "accuracy, low precision (%)": lambda i: Cell(show_percent(rows[i].accuracy_low, of=rows[i].n)),
-            header: lambda i: epsilon(rows[i]),
-            "seconds": lambda i: Cell(show_number(rows[i].seconds.mean, 1)),
-        },
-    )
+    columns: dict[str, Callable[[int], Cell]] = {
+        "runs": lambda i: Cell(
+            str(rows[i].n) if rows[i].seeds == rows[i].n else f"{rows[i].n} ({rows[i].seeds} seeds)"
+        ),
+        "accuracy, full precision (%)": lambda i: Cell(show_percent(rows[i].accuracy, of=rows[i].n)),
+        "accuracy, low precision (%)": lambda i: Cell(show_percent(rows[i].accuracy_low, of=rows[i].n)),
+        header: lambda i: epsilon(rows[i]),
+    }
+    if times:
+        columns["seconds"] = lambda i: Cell(show_number(rows[i].seconds.mean, 1))
+    return group_table(rows, columns)
 
 
 def comparison_table(found: Sequence[Comparison]) -> Table:
@@ -158,14 +157,17 @@ def _points(fraction: float | None) -> str:
     return show_number(None if fraction is None else 100 * fraction, signed=True)
 
 
-def markdown_table(rows: Sequence[Row] | Sequence[Comparison] | Table) -> str:
-    """A Markdown table of what `summarise` or `compare` gives, below a line with the settings that all rows share."""
+def markdown_table(rows: Sequence[Row] | Sequence[Comparison] | Table, *, times: bool = False) -> str:
+    """A Markdown table of what `summarise` or `compare` gives, below a line with the settings that all rows share.
+
+    `times` adds the wall times of runs: see `write_report`.
+    """
     if isinstance(rows, Table):
         table = rows
     elif rows and isinstance(rows[0], Comparison):
         table = comparison_table([row for row in rows if isinstance(row, Comparison)])
     else:
-        table = headline_table([row for row in rows if isinstance(row, Row)])
+        table = headline_table([row for row in rows if isinstance(row, Row)], times=times)
     lines = [f"In all rows: {table.common}.", ""] if table.common else []
     lines.append(_line(table.header))
     lines.append("|" + "".join("---|" if i < table.labels else "---:|" for i in range(len(table.header))))

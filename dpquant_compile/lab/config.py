@@ -30,12 +30,16 @@ class RunConfig:
     """One run. What is None follows from the recipe, or from the scheduler's own defaults.
 
     recipe       name of the recipe: model, data, and defaults
+    seed         of the weights at the start and of the schedule's draws, which are public
     budget       share of the sites in low precision; 0 is full precision throughout, 1 is all of them in every epoch
     privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls
     target_epsilon    of training and analyses together; None takes the noise multiplier as it is
     static_seed  which subset, for scheduler "static"; None takes the seed
     physical     max_physical_batch_size
-    secure_mode  noise and samples from the operating system's entropy; then the seed decides the model's start alone
+    reproducible the seed decides batches, noise and rounding too, which else come from the operating system's entropy
+
+    Guarantee: the ε of a run holds for those who know its configuration. That of a reproducible run holds only as long
+    as nobody knows the seed, from which the noise follows: it is for experiments on public data.
     """
 
     recipe: str
@@ -65,7 +69,7 @@ class RunConfig:
     clip_measure: float | None = None
     repetitions: int | None = None
     static_seed: int | None = None
-    secure_mode: bool = False
+    reproducible: bool = False
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -83,6 +87,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise LabError(f"{name}={value!r}: give an int from 0 up")
+        if type(self.reproducible) is not bool:  # "false" would be taken for true
+            raise LabError(f"reproducible={self.reproducible!r}: give true or false")
         for name in ("lr", "noise_multiplier", "target_epsilon", "max_grad_norm", "delta", "sigma_measure", "n_sample"):
             value = getattr(self, name)
             if value is not None and not 0 < _number(name, value) < math.inf:
@@ -129,12 +135,18 @@ class RunConfig:
         """From plain values; a name that is not a field is refused, with the fields."""
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(values) - set(known)):
-            meant = "".join(did_you_mean(name, known) for name in unknown)
+            meant = "".join(_REMOVED.get(name) or did_you_mean(name, known) for name in unknown)
             raise LabError(f"{', '.join(unknown)}: no such field of a run.{meant} Fields: {', '.join(known)}")
         if "recipe" not in values:
             raise LabError("a run needs a recipe: see `dpquant recipes`")
         return cls(**values)
 
+
+# Fields of earlier releases, and what to do without them.
+_REMOVED = {
+    "secure_mode": " secure_mode = true is the default now: leave it out. For secure_mode = false write reproducible = "
+    "true."
+}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "scheduler": MODES,

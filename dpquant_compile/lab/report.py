@@ -29,8 +29,11 @@ from dpquant_compile.lab.results import RunResult
 from dpquant_compile.lab.run_page import legend, run_section
 from dpquant_compile.lab.tables import EVALUATIONS, Panel, Row, compare, fronts, panels, series_name, summarise, varying
 
-__all__ = ["markdown_table", "summarise", "write_report"]
+__all__ = ["TIMES_WARNING", "markdown_table", "summarise", "write_report"]
 
+TIMES_WARNING = (
+    "Times depend on the data that was drawn and are not covered by ε: publish them only where the data is public."
+)
 _EVALUATED = {"accuracy": "evaluated in full precision", "accuracy_low": "evaluated in low precision"}
 _FRONTS = {
     "static": "Pareto front of static subsets",
@@ -39,19 +42,29 @@ _FRONTS = {
 }
 
 
-def write_report(runs: Sequence[RunResult], path: Path, *, title: str | None = None, graph: str | None = None) -> Path:
+def write_report(
+    runs: Sequence[RunResult],
+    path: Path,
+    *,
+    title: str | None = None,
+    graph: str | None = None,
+    times: bool = False,
+) -> Path:
     """Write the page to `path` and return it. `graph` is the drawing of the model, from `graph_view().to_svg()`.
 
-    No runs, or a graph that is no SVG document, raise LabError.
+    `times` shows how long runs took. No runs, or a graph that is no SVG document, raise LabError.
+
+    Guarantee: without `times` the page holds settings, ε, noised scores and what follows from them, and accuracies on
+    test data. Wall times depend on the batches that were drawn, and ε does not cover them.
     """
     rows = summarise(runs)
     ordered = [run for row in rows for run in row.runs]
     if title is None:
         title = ordered[0].config.recipe if len(ordered) == 1 else f"{len(ordered)} runs"
-    body = run_section(ordered[0], level=2) if len(ordered) == 1 else _many(rows, ordered)
+    body = run_section(ordered[0], level=2, times=times) if len(ordered) == 1 else _many(rows, ordered, times)
     parts = {
         "title": escape(title),
-        "lead": _lead(rows, ordered),
+        "lead": _lead(rows, ordered, times),
         "shapes": shapes(),
         "body": body + ("" if graph is None else _graph(graph)),
         "css": _resource("report.css"),
@@ -68,9 +81,11 @@ def _resource(name: str) -> str:
     return files("dpquant_compile.lab").joinpath(name).read_text(encoding="utf-8")
 
 
-def _lead(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
+def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
+    timed = times and any(run.epsilon is not None for run in runs)
+    claim = "".join(f"<p>{text}</p>" for text in (_randomness(runs), TIMES_WARNING if timed else "") if text)
     if len(runs) == 1:
-        return "<p>One training run.</p>"
+        return f"<p>One training run.</p>{claim}"
     text = (
         f"{len(runs)} training runs in {len(rows)} groups. Runs of a group differ in the seed alone, static subsets "
         "also in which subset it is. Numbers are mean ± sample standard deviation; a group of one run has no ±."
@@ -80,8 +95,6 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
         "0 % all of training is in float32. Both accuracies are of the same trained model: evaluated with all sites in "
         "float32, and with the last epoch's sites in low precision."
     )
-    if any(run.epsilon is not None and not run.config.secure_mode for run in runs):
-        words += " ε holds as long as nobody knows the seeds, from which the noise follows: secure mode was off."
     recipes = sorted({run.config.recipe for run in runs})
     choose = ""
     if len(recipes) > 1:
@@ -90,11 +103,33 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
             '<p class="choose"><label for="recipe">Show</label> <select id="recipe">'
             f'<option value="">all recipes</option>{options}</select></p>'
         )
-    return f"<p>{text}</p><p>{words}</p>{choose}"
+    return f"<p>{text}</p><p>{words}</p>{claim}{choose}"
 
 
-def _many(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
-    table = html_table(headline_table(rows), "Accuracy, ε and time by group", name="headline")
+def _randomness(runs: Sequence[RunResult]) -> str:
+    """Where the randomness of private runs came from, on which their ε rests; empty where no run is private."""
+    private = [run for run in runs if run.epsilon is not None]
+    known = [run for run in private if run.config.reproducible]
+    system = "noise, batches and rounding came from the operating system's entropy"
+    seeds = (
+        "noise, batches and rounding follow from the seeds, which this page shows. ε holds only as long as nobody "
+        "knows the seeds, so publish this page only where the data is public."
+    )
+    if not private:
+        return ""
+    if not known:
+        return f"{system[0].upper()}{system[1:]}."
+    if len(known) == len(private):
+        return f"These runs are reproducible: {seeds}" if len(runs) > 1 else f"This run is reproducible: {seeds}"
+    return (
+        f"{len(known)} of {len(private)} private runs are reproducible, as the column of that name says. In those "
+        f"{seeds} In the others {system}."
+    )
+
+
+def _many(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
+    caption = "Accuracy, ε and time by group" if times else "Accuracy and ε by group"
+    table = html_table(headline_table(rows, times=times), caption, name="headline")
     sections = [("results", "Results", table)]
     if charts := _panels(rows):
         sections.append(("budget", "Accuracy against budget", charts))
@@ -108,8 +143,9 @@ def _many(rows: Sequence[Row], runs: Sequence[RunResult]) -> str:
         sections.append(("static", "Against static subsets", text + table))
     if private := [row for row in rows if row.epsilon.values]:
         sections.append(("privacy", "ε by purpose", _privacy(private)))
-    sections.append(("time", "Time", _times(rows)))
-    sections.append(("run-section", "One run", _choice(runs)))
+    if times:
+        sections.append(("time", "Time", _times(rows)))
+    sections.append(("run-section", "One run", _choice(runs, times)))
     return "".join(f'<section id="{name}"><h2>{title}</h2>{content}</section>' for name, title, content in sections)
 
 
@@ -210,7 +246,7 @@ def _times(rows: Sequence[Row]) -> str:
     )
 
 
-def _choice(runs: Sequence[RunResult]) -> str:
+def _choice(runs: Sequence[RunResult], times: bool) -> str:
     """A select box over all runs, the chosen one, and all in templates, which cost nothing until they are shown."""
     first = next((run for run in runs if run.config.scheduler == "dpquant" and 0 < run.config.budget < 1), runs[0])
     groups: dict[str, list[str]] = {}
@@ -219,15 +255,17 @@ def _choice(runs: Sequence[RunResult]) -> str:
         option = f'<option value="{escape(run.key)}"{chosen}>{escape(run.key)}</option>'
         groups.setdefault(run.config.recipe, []).append(option)
     options = "".join(f'<optgroup label="{escape(recipe)}">{"".join(o)}</optgroup>' for recipe, o in groups.items())
-    templates = "".join(f'<template data-run="{escape(run.key)}">{run_section(run)}</template>' for run in runs)
+    sections = {run.key: run_section(run, times=times) for run in runs}
+    templates = "".join(f'<template data-run="{escape(key)}">{section}</template>' for key, section in sections.items())
+    table = html_table(_run_table(runs, times), "All runs", name="runs")
     return (
         f'<p class="choose"><label for="run">Run</label> <select id="run">{options}</select></p>'
-        f'<div id="shown" aria-live="polite">{run_section(first)}</div>{templates}'
-        f"<details><summary>All runs</summary>{html_table(_run_table(runs), 'All runs', name='runs')}</details>"
+        f'<div id="shown" aria-live="polite">{sections[first.key]}</div>{templates}'
+        f"<details><summary>All runs</summary>{table}</details>"
     )
 
 
-def _run_table(runs: Sequence[RunResult]) -> Table:
+def _run_table(runs: Sequence[RunResult], times: bool) -> Table:
     body = [
         (
             Cell("", html=f'<a href="#run={quote(run.key, safe="")}">{escape(run.key)}</a>'),
@@ -235,12 +273,13 @@ def _run_table(runs: Sequence[RunResult]) -> Table:
             Cell(show_number(100 * run.accuracy)),
             Cell(show_number(100 * run.accuracy_low)),
             Cell(show_number(run.epsilon, 3)),
-            Cell(show_number(math.fsum(run.seconds.values()), 1)),
+            *([Cell(show_number(math.fsum(run.seconds.values()), 1))] if times else []),
         )
         for run in runs
     ]
-    header = ("run", "seed", "accuracy, full precision (%)", "accuracy, low precision (%)", "ε", "seconds")
-    return Table(header, tuple(body), labels=1, recipes=tuple(run.config.recipe for run in runs))
+    header = ("run", "seed", "accuracy, full precision (%)", "accuracy, low precision (%)", "ε")
+    recipes = tuple(run.config.recipe for run in runs)
+    return Table((*header, "seconds") if times else header, tuple(body), labels=1, recipes=recipes)
 
 
 def _graph(graph: str) -> str:

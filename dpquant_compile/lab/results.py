@@ -13,7 +13,7 @@ from dpquant_compile.private.files import write_whole
 
 __all__ = ["EpochRow", "RunResult", "find_runs", "read_run", "write_run"]
 
-VERSION = 1
+VERSION = 2
 RESULT = "result.json"
 
 
@@ -61,10 +61,13 @@ class RunResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunResult":
-        """From what stands in the file."""
+        """From what stands in the file. Version 1 had `secure_mode` in place of `reproducible`."""
         known = dict(values)
         if (version := known.pop("version", None)) != VERSION:
-            raise LabError(f"a result of version {version!r}, not {VERSION}: read it with the release that wrote it")
+            raise LabError(
+                f"a result of version {version!r}, not {VERSION}: another release wrote it. Fix: train it again, leave "
+                "it out, or read it with that release"
+            )
         known["config"] = RunConfig.from_json(known["config"])
         known["epochs"] = tuple(EpochRow(**{**row, "policy": tuple(row["policy"])}) for row in known["epochs"])
         known["sites"] = tuple(known["sites"])
@@ -84,6 +87,8 @@ def read_run(folder: Path) -> RunResult:
         return RunResult.from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise LabError(f"{folder} holds no {RESULT}: the run is not finished, or this is no run folder") from error
+    except LabError as error:
+        raise LabError(f"{path}: {error}") from error
     except (json.JSONDecodeError, TypeError, KeyError, UnicodeDecodeError) as error:
         raise LabError(f"{path} cannot be read as a result: {error}") from error
 

@@ -19,7 +19,7 @@ _SAID = ("seed", "budget", "scheduler")
 
 
 def command(config: RunConfig) -> str:
-    """The command line that repeats a run; the data's folder is not recorded, and is left to the reader."""
+    """The command line of a run, which repeats one that is reproducible; the data's folder is left to the reader."""
     words = ["dpquant", "train", config.recipe]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -40,29 +40,32 @@ def legend(names: Sequence[tuple[str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def run_section(run: RunResult, level: int = 3) -> str:
-    """All about one run, with headings of this level. It holds no ids, so that a page may hold many."""
+def run_section(run: RunResult, level: int = 3, *, times: bool = False) -> str:
+    """All about one run, with headings of this level. It holds no ids, so that a page may hold many.
+
+    `times` shows how long it took: see `write_report`.
+    """
     heading = f"h{level}"
     return "".join(
         (
             f'<p class="key"><code>{escape(run.key)}</code></p>',
-            _figures(run),
+            _figures(run, times),
             f"<{heading}>By epoch</{heading}>",
-            _by_epoch(run),
+            _by_epoch(run, times),
             f"<{heading}>Schedule</{heading}>",
             _schedule(run),
-            f"<{heading}>Time</{heading}>",
-            _time(run),
+            f"<{heading}>Time</{heading}>{_time(run)}" if times else "",
             _configuration(run),
         )
     )
 
 
-def _figures(run: RunResult) -> str:
+def _figures(run: RunResult, times: bool) -> str:
     low, total = len(run.epochs[-1].policy) if run.epochs else 0, len(run.sites)
     spent = f"at δ = {show_delta(run.delta)}" if run.epsilon is not None else "not private: a control"
-    if run.epsilon is not None and not run.config.secure_mode:
-        spent += ", if nobody knows the seed (secure mode was off)"
+    if run.epsilon is not None:
+        known = run.config.reproducible
+        spent += ", as long as nobody knows the seed" if known else ", with noise from the operating system's entropy"
     where = f"the model evaluated with {low} of {total} sites in {run.config.format}, as in the last epoch"
     figures = [
         (
@@ -72,8 +75,10 @@ def _figures(run: RunResult) -> str:
         ),
         ("accuracy, low precision", f"{show_number(100 * run.accuracy_low)} %", where),
         ("ε", show_number(run.epsilon, 3), spent),
-        ("time", f"{show_number(math.fsum(run.seconds.values()), 1)} s", f"{len(run.epochs)} epochs"),
     ]
+    if times:
+        taken = math.fsum(run.seconds.values())
+        figures.append(("time", f"{show_number(taken, 1)} s", f"{len(run.epochs)} epochs"))
     items = "".join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="hint">{escape(hint)}</dd></div>'
         for name, value, hint in figures
@@ -81,7 +86,7 @@ def _figures(run: RunResult) -> str:
     return f'<dl class="figures">{items}</dl>'
 
 
-def _by_epoch(run: RunResult) -> str:
+def _by_epoch(run: RunResult, times: bool) -> str:
     names = ("full precision", "low precision")
     lines = [
         Line(name, [(row.epoch, 100 * getattr(row, field)) for row in run.epochs])
@@ -98,7 +103,7 @@ def _by_epoch(run: RunResult) -> str:
         charts.append(f"<figure>{epsilon}<figcaption>ε spent so far. {escape(_purposes(run))}</figcaption></figure>")
     accuracies = ("accuracy, full precision (%)", "accuracy, low precision (%)")
     table = Table(
-        header=("epoch", *accuracies, "ε", "sites in low precision", "seconds"),
+        header=("epoch", *accuracies, "ε", "sites in low precision", *(["seconds"] if times else [])),
         body=tuple(
             (
                 Cell(str(row.epoch)),
@@ -106,7 +111,7 @@ def _by_epoch(run: RunResult) -> str:
                 Cell(show_number(100 * row.accuracy_low)),
                 Cell(show_number(row.epsilon, 3)),
                 Cell(str(len(row.policy))),
-                Cell(show_number(row.seconds, 1)),
+                *([Cell(show_number(row.seconds, 1))] if times else []),
             )
             for row in run.epochs
         ),
@@ -168,10 +173,12 @@ def _time(run: RunResult) -> str:
 def _configuration(run: RunResult) -> str:
     config = {name: value for name, value in run.config.to_json().items() if value is not None}
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    again = "repeats this run" if run.config.reproducible else "trains again with new noise, batches and rounding"
     return (
         "<details><summary>Command and configuration</summary>"
         f"<pre>{escape(command(run.config))}</pre>"
-        '<p class="hint">Add <code>--data FOLDER</code> where the recipe reads its data from a folder.</p>'
+        f'<p class="hint">In another <code>--out</code> this {again}. Add <code>--data FOLDER</code> where the recipe '
+        "reads its data from a folder.</p>"
         f"<pre>{escape(json.dumps(config, indent=1, ensure_ascii=False))}</pre>"
         f'<p class="hint">{escape(versions)}</p></details>'
     )

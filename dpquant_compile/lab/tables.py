@@ -41,6 +41,8 @@ _REPEATED = frozenset({"seed", "static_seed", "data"})
 ANALYSIS = (
     "estimator", "beta", "ema", "normalise", "n_interval", "n_sample", "sigma_measure", "clip_measure", "repetitions",
 )  # fmt: skip
+# Fields that never follow from the recipe.
+_NO_RECIPE_SETS = ("recipe", "reproducible")
 # Stands for the value of a field that a run does not read.
 NOT_USED = "–"
 
@@ -168,7 +170,7 @@ def varying(rows: Sequence[Row]) -> list[str]:
     seen: dict[str, dict[str, set[Any]]] = {field: {} for field in fields}
     for row in rows:
         for field in fields:
-            of = "" if field == "recipe" else row.settings["recipe"]
+            of = "" if field in _NO_RECIPE_SETS else row.settings["recipe"]
             seen[field].setdefault(of, set()).add(row.settings[field])
     return [field for field, found in seen.items() if any(len(values - {NOT_USED}) > 1 for values in found.values())]
 

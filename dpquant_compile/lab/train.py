@@ -2,6 +2,7 @@
 
 import json
 import math
+import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -49,6 +50,10 @@ def train(
 
     The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, result.json.
     A folder that belongs to another configuration is refused. `progress` is told of every epoch when it is over.
+
+    Guarantee: a run that goes on makes the steps since its last checkpoint again, with new randomness, and the ledger
+    counts both; so a run with a target ε may end before its last epoch, with PrivacyBudgetError. A reproducible run
+    repeats those steps bit for bit, and they count once.
     """
     config = config.resolved()
     if (folder / RESULT).is_file():
@@ -88,7 +93,7 @@ class Run:
         torch.manual_seed(config.seed)
         self.model = _fresh(config)
         self.engine = PrivacyEngine(
-            secure_mode=config.secure_mode,
+            secure_mode=not config.reproducible,
             ledger_path=folder / "ledger.json" if private else None,
             target_epsilon=config.target_epsilon if private else None,
             target_delta=config.delta if private and config.target_epsilon is not None else None,
@@ -98,12 +103,12 @@ class Run:
             optimizer=_optimizer(config, self.model),
             criterion=nn.CrossEntropyLoss(),
             data_loader=DataLoader(
-                self.split.train, batch_size=config.batch_size, generator=torch.Generator().manual_seed(config.seed)
+                self.split.train, batch_size=config.batch_size, generator=_generator(config, config.seed)
             ),
             noise_multiplier=noise,
             max_grad_norm=NO_BOUND if config.privacy == "none" else config.max_grad_norm,
             max_physical_batch_size=config.physical,
-            noise_generator=None if config.secure_mode else torch.Generator().manual_seed(config.seed + 1),
+            noise_generator=_generator(config, config.seed + 1),
         )
         self.model, self.optimizer, self.criterion, self.loader = parts
         self.scheduler = self._scheduler()
@@ -240,7 +245,7 @@ class Run:
         )
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint; the first is made before the first batch, so that a run can always repeat."""
+        """Go on from the last checkpoint; the first is made before the first batch, so that there always is one."""
         path = self.folder / "checkpoint.pt"
         if not path.is_file():
             self._save()
@@ -274,13 +279,18 @@ def _compiled(recipe: TrainRecipe, folder: str | None, number_format: str, outpu
 
 
 def _fresh(config: RunConfig) -> CompiledModule:
-    """The compiled model as a run of this seed begins: new weights, and rounding bits of its own."""
+    """The compiled model as a run begins: the weights of its seed, and rounding bits of its own."""
     model = _compiled(get_recipe(config.recipe), config.data, config.format, config.quantize_outputs)
     folder = None if config.data is None else Path(config.data)
     model.load_state_dict(seeded(partial(get_recipe(config.recipe).model, folder), config.seed).state_dict())
     # Bits are drawn by step, among others; runs that begin this far apart never use the same.
-    model.step = config.seed << 24
+    model.step = (config.seed if config.reproducible else secrets.randbits(38)) << 24
     return model
+
+
+def _generator(config: RunConfig, seed: int) -> torch.Generator | None:
+    """The generator of this seed for a reproducible run. Any other run has none: its engine asks the system."""
+    return torch.Generator().manual_seed(seed) if config.reproducible else None
 
 
 def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
