@@ -2,7 +2,6 @@
 
 import json
 import math
-import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -279,12 +278,12 @@ def _compiled(recipe: TrainRecipe, folder: str | None, number_format: str, outpu
 
 
 def _fresh(config: RunConfig) -> CompiledModule:
-    """The compiled model as a run begins: the weights of its seed, and rounding bits of its own."""
+    """The compiled model as a run of this seed begins. Its rounding in training follows the engine's secret."""
     model = _compiled(get_recipe(config.recipe), config.data, config.format, config.quantize_outputs)
     folder = None if config.data is None else Path(config.data)
     model.load_state_dict(seeded(partial(get_recipe(config.recipe).model, folder), config.seed).state_dict())
-    # Bits are drawn by step, among others; runs that begin this far apart never use the same.
-    model.step = (config.seed if config.reproducible else secrets.randbits(38)) << 24
+    # An evaluation in low precision draws public bits by step; runs that begin this far apart never use the same.
+    model.step = config.seed << 24
     return model
 
 
