@@ -118,7 +118,7 @@ def _check_inputs(gm: fx.GraphModule, inputs: Inputs, chosen: set[int], alike: s
                     pass  # it runs as far as where it mixes
                 raise IsolationError(
                     f"input {node.name!r} of shape {tuple(leaf.shape)} may hold one row per sample or be a constant; "
-                    f"{_NOT_PROVED}. Fix: make it a buffer of the model if it is a constant."
+                    f"{_NOT_PROVED}. Fix: if it is a constant, make it a buffer of the model before make_private."
                 )
 
 
