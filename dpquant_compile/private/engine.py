@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import opacus
 import torch
@@ -66,6 +66,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     `secure_mode=True` draws noise and Poisson samples from the operating system's entropy, by AES-256 in counter mode.
     Then a run cannot be repeated, and a resumed one goes on with new randomness.
+
+    With a `ledger_path` the engine is the one owner of that file until `close()`, garbage collection or the end of the
+    process. `with PrivacyEngine(…) as engine:` closes it at the end of the block.
     """
 
     def __init__(
@@ -95,6 +98,16 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._parts: Made | None = None
         self._bits: SharedUniform | None = None  # the secure randomness of sampling that processes have in common
         self._repeating = False  # whether the last spend was one that a resumed run repeats
+
+    def close(self) -> None:
+        """Let other engines open the ledger's file. ε and the statement stay readable; nothing more can be spent."""
+        self.ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def accountant(self) -> Any:

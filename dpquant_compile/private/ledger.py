@@ -4,15 +4,15 @@ A crash can so leave too much in the ledger, never too little. A resumed run tha
 repeats no spend: each spend belongs to a run, and a run may go once more through its own spends.
 """
 
-import hashlib
 import importlib
-import json
 import math
+import os
 import uuid
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from opacus.accountants import create_accountant
 
@@ -31,20 +31,23 @@ from dpquant_compile.private.accounting import (
     opacus_accountant,
     total_steps,
 )
-from dpquant_compile.private.files import write_whole
+from dpquant_compile.private.ledger_file import Contents, LedgerFile, Target, read_contents, resolved
 
 __all__ = ["Entry", "Ledger"]
 
 VERSION = 1
-
-Target = tuple[float | None, float | None]  # (ε, δ), or None twice
 
 
 class Ledger:
     """The privacy spends of a run, in order, and what they cost together.
 
     With a `path` each spend is on disk before `spend` returns, and a ledger made with the same path goes on from
-    there; one process at a time may do so. With a target, a spend that would pass it is refused.
+    there. With a target, a spend that would pass it is refused. `path` becomes the file that it leads to, without
+    symlinks.
+
+    Guarantee: a spend that `spend` returned from is never lost. One ledger at a time has a file open for writing, from
+    its making to `close()`, garbage collection or the end of the process; a second one is refused. A ledger takes
+    spends in the process that made it, not in a forked child. One from `Ledger.read` takes none.
     """
 
     def __init__(
@@ -57,19 +60,43 @@ class Ledger:
         check_accountant(accountant)
         self.accountant = accountant
         self.target_epsilon, self.target_delta = _target(target_epsilon, target_delta)
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else resolved(path)
         self.caveats: tuple[str, ...] = ()  # sentences that `statement` must not leave out
         self._record = Record()
         self._run = uuid.uuid4().hex
         self._done = 0  # spends that this run has made, those that it repeated among them
         self._pending: tuple[Entry, ...] = ()  # recorded spends of this run that it has yet to repeat
-        self._on_disk = b""
+        self._file: LedgerFile | None = None
+        self._refusal: str | None = None  # why nothing can be spent here
         self._headroom: dict[tuple[float, float], Headroom] = {}
         self._epsilons: dict[tuple[History, float], float] = {}
         if accountant == "gdp":
             create_accountant(accountant)  # Opacus says of this one that it can underestimate: let it be heard once
         if self.path is not None:
-            self._open(self.path)
+            self._open(LedgerFile(self.path))
+        _OPEN.add(self)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: two ledgers would each count a part of one run's spends."""
+        raise LedgerError("A privacy ledger cannot be copied or pickled. Take its state_dict().")
+
+    def close(self) -> None:
+        """Let other ledgers open the file. What was spent can still be read here; nothing more can be spent."""
+        if self._file is not None:
+            self._file.close()
+        self._refusal = self._refusal or "This privacy ledger was closed. Make a new engine or ledger to go on."
+
+    def check_open(self) -> None:
+        """Raise `LedgerError` unless spends can be recorded here."""
+        if self._refusal is not None:
+            raise LedgerError(f"{self._refusal} Nothing was spent.")
+
+    def disown(self) -> None:
+        """In a forked child: refuse all that follows, since the parent goes on with the same account."""
+        self._refusal = self._refusal or (
+            "This privacy ledger belongs to the parent process, from which this one was forked: spends of the child "
+            "would not reach it. Make an engine of its own in the child, with another ledger_path."
+        )
 
     @property
     def position(self) -> tuple[str, int]:
@@ -83,6 +110,7 @@ class Ledger:
 
     def set_target(self, target_epsilon: float, target_delta: float) -> None:
         """Set the target of a ledger that has none, also in the file; one that is there is not changed."""
+        self.check_open()
         target = _target(target_epsilon, target_delta)
         own = (self.target_epsilon, self.target_delta)
         if own == target:
@@ -92,13 +120,13 @@ class Ledger:
                 f"The privacy ledger has the target (ε, δ) = {own} already, and it cannot become {target}: the spends "
                 "so far were allowed under the first. Give the same target, or use another ledger."
             )
-        if self.path is not None:
-            self._write(self.path, self._record, target)
+        self._write(self._record, target)
         self.target_epsilon, self.target_delta = target
         self._headroom.clear()
 
     def check(self, purpose: str, *, q: float, sigma: float, steps: int = 1) -> None:
         """Raise what `spend` would raise, and spend nothing."""
+        self.check_open()
         entry = Entry(purpose, "subsampled_gaussian", q, sigma, steps)
         new = entry.steps - self._repeated(entry)
         if new:
@@ -120,6 +148,7 @@ class Ledger:
 
         The file, if there is one, has them when this returns. If it raises, nothing is spent.
         """
+        self.check_open()
         entry = Entry(purpose, mechanism, q, sigma, steps)
         repeated = self._repeated(entry)
         pending = between(self._pending, repeated, total_steps(self._pending))
@@ -133,8 +162,7 @@ class Ledger:
         # A spend other than the recorded one that was due: from here on this is another run than the recorded.
         run = uuid.uuid4().hex if pending else self._run
         record = self._record.with_spend(fresh, run)
-        if self.path is not None:
-            self._write(self.path, record, (self.target_epsilon, self.target_delta))
+        self._write(record, (self.target_epsilon, self.target_delta))
         self._done = new if pending else self._done + entry.steps
         self._record, self._run, self._pending = record, run, ()
         room = self._headroom.get((entry.sigma, entry.q))
@@ -218,6 +246,7 @@ class Ledger:
         Its recorded spends beyond `state` are then not counted again, as far as it keeps to them in order. Without
         it everything from here on is new. Without a file the state replaces all entries.
         """
+        self.check_open()
         try:
             if state["version"] != VERSION:
                 raise ValueError(f"version {state['version']!r}")
@@ -246,9 +275,18 @@ class Ledger:
 
     @classmethod
     def read(cls, path: str | Path) -> "Ledger":
-        """The ledger in an existing file, with the accountant and target that the file names."""
-        header, _, _ = _decode(Path(path))
-        return cls(path=path, **header)
+        """The ledger in an existing file, with the accountant and target that the file names.
+
+        It is for reading, also while another process writes the file: a spend raises `LedgerError`.
+        """
+        contents = read_contents(resolved(path))
+        ledger = cls(contents.accountant, None, *contents.target)
+        ledger.path, ledger._record = resolved(path), contents.record
+        ledger._refusal = (
+            f"The privacy ledger {ledger.path} was opened by Ledger.read, for reading. Open it with "
+            "Ledger(accountant, path), or by PrivacyEngine(ledger_path=…), to spend."
+        )
+        return ledger
 
     def _purposes(self) -> list[str]:
         return list(dict.fromkeys(entry.purpose for entry in self.entries))
@@ -290,47 +328,45 @@ class Ledger:
                 "analyses (dpq.plan)."
             )
 
-    def _open(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            raise LedgerError(
-                f"The folder of the privacy ledger {path} does not exist. Make it, or choose another path."
-            )
-        if not path.exists():
-            self._write(path, Record(), (self.target_epsilon, self.target_delta))
-            return
-        header, self._record, self._on_disk = _decode(path)
+    def _open(self, file: LedgerFile) -> None:
+        """Go on from a file, or begin it."""
+        try:
+            self._file = file
+            if file.contents is None:
+                self._write(Record(), (self.target_epsilon, self.target_delta))
+            else:
+                self._take(file.contents)
+        except BaseException:
+            file.close()
+            raise
+
+    def _take(self, found: Contents) -> None:
         if self.target_epsilon is None:
-            self.target_epsilon, self.target_delta = header["target_epsilon"], header["target_delta"]
-        here = _header(self.accountant, (self.target_epsilon, self.target_delta))
-        different = [
-            f"{name} is {header[name]!r} there and {here[name]!r} here" for name in here if header[name] != here[name]
-        ]
+            self.target_epsilon, self.target_delta = found.target
+        own = self.accountant, (self.target_epsilon, self.target_delta)
+        pairs = zip(("accountant", "target (ε, δ)"), (found.accountant, found.target), own, strict=True)
+        different = [f"{name} is {there!r} there and {here!r} here" for name, there, here in pairs if there != here]
         if different:
             raise LedgerError(
-                f"The privacy ledger {path} was begun otherwise: {'; '.join(different)}. Use what it has (Ledger.read "
-                "does), or another path for an unrelated run on other data."
+                f"The privacy ledger {self.path} was begun otherwise: {'; '.join(different)}. Use what it has, or "
+                "another path for an unrelated run on other data."
             )
+        self._record = found.record
 
-    def _write(self, path: Path, record: Record, target: Target) -> None:
-        """Replace the file by one with `record`, durably; on failure the old one stays or the new one is whole."""
-        try:
-            found = path.read_bytes()
-        except FileNotFoundError:
-            found = b""
-        if found != self._on_disk:
-            raise LedgerError(
-                f"The privacy ledger {path} changed under this process, which wrote it last with "
-                f"{_summary(self._record)}. One process must own a ledger: end the other one, and open the file anew "
-                "to go on from what it has. Nothing was spent."
-            )
-        data = _encode(_header(self.accountant, target), record)
+    def _write(self, record: Record, target: Target) -> None:
+        if self._file is not None:
+            self._file.write(Contents(self.accountant, target, record))
 
-        def placed() -> None:
-            # From here on the file has the spend, whether or not the caller gets to make it. If the folder cannot be
-            # synchronised the caller does not, and the next write takes it out again.
-            self._on_disk = data
 
-        write_whole(path, lambda file: file.write(data), placed)
+_OPEN: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for ledger in list(_OPEN):
+        ledger.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _target(epsilon: float | None, delta: float | None) -> Target:
@@ -344,10 +380,6 @@ def _target(epsilon: float | None, delta: float | None) -> Target:
     return number, check_delta(delta, "target_delta")
 
 
-def _header(accountant: str, target: Target) -> dict[str, Any]:
-    return {"accountant": accountant, "target_epsilon": target[0], "target_delta": target[1]}
-
-
 def _up(epsilon: float) -> str:
     """Four decimals, rounded up: a claim must not be smaller than what was computed."""
     return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if epsilon < math.inf else "infinite"
@@ -355,43 +387,3 @@ def _up(epsilon: float) -> str:
 
 def _summary(record: Record) -> str:
     return f"{total_steps(record.entries)} spends by {len({run for _, run in record.runs})} run(s)"
-
-
-def _encode(header: Mapping[str, Any], record: Record) -> bytes:
-    body = {"version": VERSION, **header, **record.as_plain()}
-    checksum = hashlib.sha256(_canonical(body)).hexdigest()
-    return json.dumps({**body, "checksum": checksum}, indent=1).encode()
-
-
-def _canonical(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _decode(path: Path) -> tuple[dict[str, Any], Record, bytes]:
-    """Header, record and bytes of a ledger file; LedgerError unless it is, byte for byte, one that we wrote."""
-    if not path.is_file():
-        raise LedgerError(f"There is no privacy ledger at {path}. Give the path of a file.")
-    data = path.read_bytes()
-    try:
-        body = json.loads(data)
-        version = body["version"]
-        if version == VERSION:
-            header = {name: body[name] for name in ("accountant", "target_epsilon", "target_delta")}
-            record = Record.from_plain(body)
-            if _encode(header, record) == data:
-                return header, record, data
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise LedgerError(_corrupt(path, f"{type(error).__name__}: {error}")) from error
-    if version != VERSION:
-        raise LedgerError(
-            f"The privacy ledger {path} is of version {version!r}, and this release of dpquant_compile reads version "
-            f"{VERSION}. Use the release that wrote it; do not begin a new ledger for the same data."
-        )
-    raise LedgerError(_corrupt(path, "its checksum does not match"))
-
-
-def _corrupt(path: Path, reason: str) -> str:
-    return (
-        f"The privacy ledger {path} is damaged ({reason}). What it recorded has been spent all the same: put back a "
-        "copy of the file, or write down the spends by hand in a new one. Do not begin again from zero."
-    )
