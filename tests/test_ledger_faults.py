@@ -4,6 +4,8 @@ import copy
 import errno
 import fcntl
 import gc
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -12,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ledgers import DELTA, counts, spent
 from resuming import engine_of, epoch
 from test_lab import tiny_data, tiny_model
+from torch.utils.data import DataLoader
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import CheckpointError, LedgerError
+from dpquant_compile.errors import CheckpointError, LedgerError, PrivacySpecError
 from dpquant_compile.lab import RunConfig
 from dpquant_compile.lab.recipes import TrainRecipe, register_recipe
 from dpquant_compile.lab.train import train
@@ -245,3 +249,124 @@ def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.json").symlink_to(tmp_path / "ledger.json")
     with pytest.raises(LedgerError, match="leads to no file"):
         Ledger("rdp", tmp_path / "ledger.json")
+
+
+# Caveats
+
+SECURE_OFF = "secure_mode was off"
+
+
+def version_1(path: Path, ledger: Ledger) -> None:
+    """Write the file that the earlier release would have written of a ledger."""
+    body = {
+        "version": 1,
+        "accountant": ledger.accountant,
+        "target_epsilon": None,
+        "target_delta": None,
+        **{name: ledger.state_dict()[name] for name in ("entries", "runs")},
+    }
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    path.write_text(json.dumps({**body, "checksum": hashlib.sha256(canonical).hexdigest()}, indent=1))
+
+
+def test_a_statement_from_the_file_has_every_caveat_of_the_run(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        assert SECURE_OFF in engine.ledger.statement(DELTA)
+        assert Ledger.read(tmp_path / "ledger.json").caveats == ()  # nothing is spent, nothing to be said
+        epoch(engine)
+    assert Ledger.read(tmp_path / "ledger.json").statement(DELTA) == engine.ledger.statement(DELTA)
+    with engine_of(tmp_path, secure=True) as second:
+        assert SECURE_OFF in second.ledger.statement(DELTA)
+        epoch(second)
+    assert SECURE_OFF in Ledger.read(tmp_path / "ledger.json").statement(DELTA)
+
+
+def test_a_caveat_outlives_the_next_make_private() -> None:
+    engine = engine_of(poisson_sampling=False)
+    epoch(engine)
+    made = engine.made
+    engine.make_private(
+        module=made.session.model,
+        optimizer=made.optimizer,
+        criterion=torch.nn.CrossEntropyLoss(),
+        data_loader=DataLoader(made.loader.dataset, batch_size=12),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+    )
+    assert "were not Poisson samples" in engine.ledger.statement(DELTA)
+
+
+def test_caveats_are_recorded_with_the_spends_that_they_go_with(path: Path) -> None:
+    ledger = Ledger("rdp", path)
+    ledger.standing = ("one",)
+    assert ledger.caveats == ("one",) and Ledger.read(path).caveats == ()
+    spent(ledger)
+    ledger.standing = ("two", "one")
+    spent(ledger)
+    ledger.standing = ()
+    ledger.add_caveat("three")  # at once
+    assert ledger.caveats == Ledger.read(path).caveats == ("one", "two", "three")
+    ledger.set_target(8.0, DELTA)
+    spent(ledger)
+    assert Ledger.read(path).caveats == ("one", "two", "three") and Ledger.read(path).entries == ledger.entries
+    for bad in ("", 3):
+        with pytest.raises(PrivacySpecError, match="sentence"):
+            ledger.add_caveat(bad)
+    ledger.standing = (4,)
+    with pytest.raises(PrivacySpecError, match="sentence"):
+        spent(ledger)  # it would leave a file that cannot be read
+    assert Ledger.read(path).caveats == ("one", "two", "three")
+
+
+def test_a_spend_that_is_repeated_brings_its_caveats(path: Path) -> None:
+    first = Ledger("rdp", path)
+    state = first.state_dict()
+    spent(first)
+    first.close()
+    second = Ledger("rdp", path)
+    second.load_state_dict(state, replays=True)
+    second.standing = ("the code has learnt to say this",)
+    spent(second)
+    assert counts(Ledger.read(path)) == [("training", 1)] and Ledger.read(path).caveats == second.standing
+
+
+def test_caveats_of_a_checkpoint_are_merged(path: Path) -> None:
+    ledger = Ledger("rdp", path)
+    ledger.add_caveat("of the file")
+    state = {**ledger.state_dict(), "caveats": ["of the checkpoint", "of the file"]}
+    ledger.load_state_dict(state, replays=True)
+    alone = Ledger("rdp")
+    alone.add_caveat("of its own")
+    alone.load_state_dict(state, replays=False)
+    assert ledger.caveats == Ledger.read(path).caveats == ("of the file", "of the checkpoint")
+    assert alone.caveats == ("of its own", "of the checkpoint", "of the file")
+
+
+def test_what_the_earlier_release_wrote_is_read_and_goes_on(path: Path) -> None:
+    old = Ledger("rdp")
+    spent(old, steps=5)
+    state = {name: value for name, value in {**old.state_dict(), "version": 1}.items() if name != "caveats"}
+    version_1(path, old)
+    before = path.read_bytes()
+    assert "did not record whether secure_mode was on" in Ledger.read(path).statement(DELTA)
+    ledger = Ledger("rdp", path)
+    assert path.read_bytes() == before  # opening is no reason to write
+    ledger.load_state_dict(state, replays=True)
+    spent(ledger, steps=2)
+    assert counts(Ledger.read(path)) == [("training", 7)]
+    alone = Ledger("rdp")
+    alone.load_state_dict(state, replays=True)
+    assert alone.caveats == ledger.caveats == Ledger.read(path).caveats and len(alone.caveats) == 1
+    assert json.loads(path.read_bytes())["version"] == 2
+
+
+def test_a_checkpoint_of_the_earlier_release_keeps_what_it_says() -> None:
+    source = engine_of()
+    state = source.state_dict()
+    old = {name: value for name, value in state["ledger"].items() if name != "caveats"}
+    engine = engine_of()
+    engine.load_state_dict({**state, "ledger": {**old, "version": 1}, "uncounted": True})
+    assert "uncounted" not in state and "are not counted here" in engine.ledger.statement(DELTA)
+    again = engine_of()
+    again.load_state_dict(engine.state_dict())
+    assert "are not counted here" in again.ledger.statement(DELTA)

@@ -109,8 +109,8 @@ def test_edited_file_other_version_and_no_place(path, tmp_path):
     path.write_text(json.dumps({**body, "entries": [{**body["entries"][0], "steps": 1}]}, indent=1))
     with pytest.raises(LedgerError, match="checksum"):
         Ledger("rdp", path)
-    path.write_text(json.dumps({**body, "version": 2}, indent=1))
-    with pytest.raises(LedgerError, match="version 2"):
+    path.write_text(json.dumps({**body, "version": 3}, indent=1))
+    with pytest.raises(LedgerError, match="version 3"):
         Ledger("rdp", path)
     for nowhere in (tmp_path, tmp_path / "not" / "there.json"):
         with pytest.raises(LedgerError, match=r"no privacy ledger|does not exist"):

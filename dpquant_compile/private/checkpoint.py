@@ -89,7 +89,6 @@ def _small(engine: "PrivacyEngine") -> dict[str, Any]:
         "version": VERSION,
         "config": config_of(engine),
         "world": made.world.size,
-        "uncounted": _UNCOUNTED in engine.ledger.caveats,
         "ledger": engine.ledger.state_dict(),
         "noise": made.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
@@ -134,9 +133,6 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
     replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
-    no_file = world.on_first("the ledger's path, at load_checkpoint", lambda: engine.ledger.path is None)
-    if state.get("uncounted") or (no_file and not replay):
-        engine.ledger.caveats += (_UNCOUNTED,)
     engine.copy_ledger()
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
@@ -176,9 +172,12 @@ def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool
     same = state.get("world", 1) == size and not (releases and releases.went_on_elsewhere(run, done, size))
     if replay and not same and (ledger.path is None or ledger.repeating):
         ledger.load_state_dict(state["ledger"], replays=False)
-        return False
-    if replay and not same and releases is not None:
+        replay = False
+    elif replay and not same and releases is not None:
         releases.go_on(run, done, size)
+    # "uncounted" is how a checkpoint said so before ledgers recorded caveats.
+    if state.get("uncounted") or (ledger.path is None and not replay):
+        ledger.add_caveat(_UNCOUNTED)
     return replay
 
 

@@ -91,7 +91,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._on_disk = ledger_path is not None
         path = ledger_path if self._world.first else None
         self.ledger = Ledger(accountant, path, target_epsilon, target_delta)
-        self.ledger.caveats = arguments.caveats(secure_mode)
+        self.ledger.standing = arguments.caveats(secure_mode)
         self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
         self.scheduler: Any = None
         self.planned_epochs: int | None = None  # those that the noise was chosen for
@@ -209,7 +209,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         )
         private.attach_step_hook(self._settle)
         private.on_release = self._check_release
-        self.ledger.caveats = arguments.caveats(self.secure_mode, poisson_sampling)
+        self.ledger.standing = arguments.caveats(self.secure_mode, poisson_sampling)
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world, default)
         self.planned_epochs = None

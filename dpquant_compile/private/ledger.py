@@ -31,11 +31,19 @@ from dpquant_compile.private.accounting import (
     opacus_accountant,
     total_steps,
 )
-from dpquant_compile.private.ledger_file import Contents, LedgerFile, Target, read_contents, resolved
+from dpquant_compile.private.ledger_file import (
+    EARLIER,
+    VERSION,
+    Contents,
+    LedgerFile,
+    Target,
+    checked_caveats,
+    read_contents,
+    resolved,
+)
+from dpquant_compile.private.statement import statement
 
 __all__ = ["Entry", "Ledger"]
-
-VERSION = 1
 
 
 class Ledger:
@@ -45,9 +53,12 @@ class Ledger:
     there. With a target, a spend that would pass it is refused. `path` becomes the file that it leads to, without
     symlinks.
 
-    Guarantee: a spend that `spend` returned from is never lost. One ledger at a time has a file open for writing, from
-    its making to `close()`, garbage collection or the end of the process; a second one is refused. A ledger takes
-    spends in the process that made it, not in a forked child. One from `Ledger.read` takes none.
+    standing  caveats that hold for the spends that follow; each spend records them, on disk in the same write
+
+    Guarantee: a spend that `spend` returned from is never lost, nor is a caveat that was recorded. One ledger at a time
+    has a file open for writing, from its making to `close()`, garbage collection or the end of the process; a second
+    one is refused. A ledger takes spends in the process that made it, not in a forked child. One from `Ledger.read`
+    takes none.
     """
 
     def __init__(
@@ -61,7 +72,8 @@ class Ledger:
         self.accountant = accountant
         self.target_epsilon, self.target_delta = _target(target_epsilon, target_delta)
         self.path = None if path is None else resolved(path)
-        self.caveats: tuple[str, ...] = ()  # sentences that `statement` must not leave out
+        self.standing: tuple[str, ...] = ()
+        self._caveats: tuple[str, ...] = ()  # those that are recorded
         self._record = Record()
         self._run = uuid.uuid4().hex
         self._done = 0  # spends that this run has made, those that it repeated among them
@@ -108,6 +120,21 @@ class Ledger:
         """All spends in order, equal neighbours merged."""
         return self._record.entries
 
+    @property
+    def purposes(self) -> tuple[str, ...]:
+        """What was spent for, in the order of first spend."""
+        return tuple(dict.fromkeys(entry.purpose for entry in self.entries))
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """The sentences that `statement` must not leave out: those recorded, and those of the spends that follow."""
+        return checked_caveats((*self._caveats, *self.standing))
+
+    def add_caveat(self, text: str) -> None:
+        """Record a sentence that `statement` must not leave out, also in the file; one that is there stays one."""
+        self.check_open()
+        self._record_caveats(checked_caveats((*self._caveats, text)))
+
     def set_target(self, target_epsilon: float, target_delta: float) -> None:
         """Set the target of a ledger that has none, also in the file; one that is there is not changed."""
         self.check_open()
@@ -120,7 +147,7 @@ class Ledger:
                 f"The privacy ledger has the target (ε, δ) = {own} already, and it cannot become {target}: the spends "
                 "so far were allowed under the first. Give the same target, or use another ledger."
             )
-        self._write(self._record, target)
+        self._write(self._record, self._caveats, target)
         self.target_epsilon, self.target_delta = target
         self._headroom.clear()
 
@@ -154,6 +181,7 @@ class Ledger:
         pending = between(self._pending, repeated, total_steps(self._pending))
         new = entry.steps - repeated
         if not new:
+            self._record_caveats(self.caveats)
             self._pending = pending
             self._done += repeated
             return
@@ -162,9 +190,10 @@ class Ledger:
         # A spend other than the recorded one that was due: from here on this is another run than the recorded.
         run = uuid.uuid4().hex if pending else self._run
         record = self._record.with_spend(fresh, run)
-        self._write(record, (self.target_epsilon, self.target_delta))
+        caveats = self.caveats
+        self._write(record, caveats, (self.target_epsilon, self.target_delta))
         self._done = new if pending else self._done + entry.steps
-        self._record, self._run, self._pending = record, run, ()
+        self._record, self._caveats, self._run, self._pending = record, caveats, run, ()
         room = self._headroom.get((entry.sigma, entry.q))
         self._headroom.clear()  # what else fits depends on what is spent
         if room is not None:
@@ -178,7 +207,7 @@ class Ledger:
 
     def epsilons(self, delta: float) -> dict[str, float]:
         """ε of each purpose by itself, in the order of first spend. Their sum is more than what all cost together."""
-        return {purpose: self.epsilon(delta, purpose) for purpose in self._purposes()}
+        return {purpose: self.epsilon(delta, purpose) for purpose in self.purposes}
 
     @property
     def opacus_accountant(self) -> Any:
@@ -199,45 +228,21 @@ class Ledger:
         )
 
     def statement(self, delta: float, *, unit: str = "one sample of the dataset", adjacency: str = "add_remove") -> str:
-        """The privacy claim in plain words: whom it protects, what was counted, and what was not.
+        """The privacy claim in plain words: whom it protects, what was counted, what was not, and all caveats.
 
         `adjacency` is "add_remove", which is what the entries stand for; for "replace" there is no number here.
         """
-        if adjacency != "add_remove":
-            raise PrivacySpecError(
-                f"adjacency must be 'add_remove', not {adjacency!r}: the spends are of Poisson-subsampled Gaussian "
-                "mechanisms whose σ is relative to what adding or removing one unit changes. The statement for "
-                "'add_remove' says what follows for replacement."
-            )
-        total = self.epsilon(delta)
-        counted = [self._line(purpose, delta) for purpose in self._purposes()] or ["  nothing: no release was made"]
-        return "\n".join(
-            [
-                f"This run is (ε, δ)-differentially private with ε = {_up(total)} at δ = {delta:g}."
-                if total < math.inf
-                else "This run is not private: something was released without noise, or ε could not be bounded.",
-                "",
-                f"Unit of privacy: {unit}.",
-                f"Adjacency: two datasets are neighbours if one is the other with {unit} added or removed.",
-                "  If the unit is replaced by another instead, that is one removal and one addition: ε is up to twice "
-                f"as large, at a δ of up to (1 + exp(ε)) times {delta:g}.",
-                f"Accountant: {self.accountant} (Opacus), all of the following composed by it at once.",
-                "Counted (ε in brackets is of that part alone; the parts add up to more than the whole):",
-                *counted,
-                "Not counted:",
-                "  - hyperparameter tuning, and other runs on the same data: each spends anew, and is to be composed;",
-                "  - values computed from the data and shown without noise, such as losses, accuracies, gradient norms "
-                "or the sizes of batches;",
-                "  - what finite-precision arithmetic and the source of random bits may give away: the claim is for "
-                "exact real numbers and ideal Gaussian noise;",
-                "  - releases that were not entered here.",
-                *(f"Mind: {caveat}." for caveat in self.caveats),
-            ]
-        )
+        return statement(self, delta, unit, adjacency)
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger at this moment in plain Python types, for a checkpoint."""
-        return {"version": VERSION, **self._record.as_plain(), "run": self._run, "done": self._done}
+        return {
+            "version": VERSION,
+            "caveats": list(self._caveats),
+            **self._record.as_plain(),
+            "run": self._run,
+            "done": self._done,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replays: bool) -> None:
         """Go back to the moment of `state`, without forgetting what a file has recorded since.
@@ -248,15 +253,16 @@ class Ledger:
         """
         self.check_open()
         try:
-            if state["version"] != VERSION:
+            if state["version"] not in (1, VERSION):
                 raise ValueError(f"version {state['version']!r}")
             then, run, done = Record.from_plain(state), str(state["run"]), int(state["done"])
             if not 0 <= done <= total_steps(then.spends_of(run)):
                 raise ValueError(f"done {done}")
+            caveats = checked_caveats(state["caveats"] if state["version"] > 1 else [EARLIER] * bool(then.entries))
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(
-                f"This is not the state of a privacy ledger of version {VERSION} ({type(error).__name__}: {error}). "
-                "Load the checkpoint with the version of dpquant_compile that wrote it."
+                f"This is not the state of a privacy ledger, of versions 1 to {VERSION} ({type(error).__name__}: "
+                f"{error}). Load the checkpoint with the version of dpquant_compile that wrote it."
             ) from error
         if self.path is not None and self._record.first(total_steps(then.entries)) != then:
             raise LedgerError(
@@ -264,6 +270,7 @@ class Ledger:
                 f"{_summary(then)}, and the ledger does not begin with them; it has {_summary(self._record)}. Use the "
                 "ledger file of the run that wrote the checkpoint."
             )
+        self._record_caveats(checked_caveats((*self._caveats, *caveats)))
         if self.path is None:
             self._record = then
         self._headroom.clear()
@@ -281,20 +288,12 @@ class Ledger:
         """
         contents = read_contents(resolved(path))
         ledger = cls(contents.accountant, None, *contents.target)
-        ledger.path, ledger._record = resolved(path), contents.record
+        ledger.path, ledger._record, ledger._caveats = resolved(path), contents.record, contents.caveats
         ledger._refusal = (
             f"The privacy ledger {ledger.path} was opened by Ledger.read, for reading. Open it with "
             "Ledger(accountant, path), or by PrivacyEngine(ledger_path=…), to spend."
         )
         return ledger
-
-    def _purposes(self) -> list[str]:
-        return list(dict.fromkeys(entry.purpose for entry in self.entries))
-
-    def _line(self, purpose: str, delta: float) -> str:
-        parts = gathered(e for e in self.entries if e.purpose == purpose)
-        spent = "; ".join(f"{n} step{'s' * (n != 1)} at q = {q:.6g}, σ = {sigma:.6g}" for sigma, q, n in parts)
-        return f"  - {purpose}: {spent} [ε = {_up(self.epsilon(delta, purpose))}]"
 
     def _epsilon(self, history: History, delta: float) -> float:
         if (history, delta) not in self._epsilons:
@@ -333,7 +332,7 @@ class Ledger:
         try:
             self._file = file
             if file.contents is None:
-                self._write(Record(), (self.target_epsilon, self.target_delta))
+                self._write(Record(), (), (self.target_epsilon, self.target_delta))
             else:
                 self._take(file.contents)
         except BaseException:
@@ -351,11 +350,16 @@ class Ledger:
                 f"The privacy ledger {self.path} was begun otherwise: {'; '.join(different)}. Use what it has, or "
                 "another path for an unrelated run on other data."
             )
-        self._record = found.record
+        self._record, self._caveats = found.record, found.caveats
 
-    def _write(self, record: Record, target: Target) -> None:
+    def _record_caveats(self, caveats: tuple[str, ...]) -> None:
+        if caveats != self._caveats:
+            self._write(self._record, caveats, (self.target_epsilon, self.target_delta))
+            self._caveats = caveats
+
+    def _write(self, record: Record, caveats: tuple[str, ...], target: Target) -> None:
         if self._file is not None:
-            self._file.write(Contents(self.accountant, target, record))
+            self._file.write(Contents(self.accountant, target, record, caveats))
 
 
 _OPEN: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
@@ -378,11 +382,6 @@ def _target(epsilon: float | None, delta: float | None) -> Target:
     if not 0 < number < math.inf:
         raise PrivacySpecError(f"target_epsilon must be a number above 0, not {epsilon!r}.")
     return number, check_delta(delta, "target_delta")
-
-
-def _up(epsilon: float) -> str:
-    """Four decimals, rounded up: a claim must not be smaller than what was computed."""
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if epsilon < math.inf else "infinite"
 
 
 def _summary(record: Record) -> str:

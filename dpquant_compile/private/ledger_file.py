@@ -2,30 +2,39 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dpquant_compile.errors import LedgerError
+from dpquant_compile.errors import LedgerError, PrivacySpecError
 from dpquant_compile.private.accounting import Record
 from dpquant_compile.private.file_lock import FileLock
 from dpquant_compile.private.files import write_whole
 
-__all__ = ["Contents", "LedgerFile", "Target", "read_contents", "resolved"]
+__all__ = ["EARLIER", "VERSION", "Contents", "LedgerFile", "Target", "checked_caveats", "read_contents", "resolved"]
 
-VERSION = 1
+VERSION = 2  # 1 had no caveats
 
 Target = tuple[float | None, float | None]  # (ε, δ), or None twice
+
+EARLIER = (
+    "an earlier release of dpquant_compile wrote some of these spends, and did not record whether secure_mode was on. "
+    "Unless you know that it was, take it that it was off: whoever knows or guesses the seed can repeat the noise"
+)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a ledger's file holds."""
+    """What a ledger's file holds; `caveats` are sentences that a statement about the record must not leave out."""
 
     accountant: str
     target: Target
     record: Record
+    caveats: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "caveats", checked_caveats(self.caveats))
 
 
 class LedgerFile:
@@ -102,8 +111,17 @@ def _header(contents: Contents) -> dict[str, Any]:
     return {"accountant": contents.accountant, "target_epsilon": epsilon, "target_delta": delta}
 
 
-def _encode(contents: Contents) -> bytes:
-    body = {"version": VERSION, **_header(contents), **contents.record.as_plain()}
+def checked_caveats(caveats: Iterable[Any]) -> tuple[str, ...]:
+    """The caveats, each once; an error unless they are sentences."""
+    once = dict.fromkeys([caveats] if isinstance(caveats, str) else caveats)
+    if not all(isinstance(caveat, str) and caveat for caveat in once):
+        raise PrivacySpecError(f"A caveat of a privacy ledger must be a sentence: {list(once)!r}.")
+    return tuple(once)
+
+
+def _encode(contents: Contents, version: int = VERSION) -> bytes:
+    caveats = {} if version == 1 else {"caveats": list(contents.caveats)}
+    body = {"version": version, **_header(contents), **caveats, **contents.record.as_plain()}
     checksum = hashlib.sha256(_canonical(body)).hexdigest()
     return json.dumps({**body, "checksum": checksum}, indent=1).encode()
 
@@ -118,17 +136,19 @@ def _decode(path: Path) -> tuple[Contents, bytes]:
     try:
         body = json.loads(data)
         version = body["version"]
-        if version == VERSION:
+        if version in (1, VERSION):
             target = body["target_epsilon"], body["target_delta"]
-            contents = Contents(body["accountant"], target, Record.from_plain(body))
-            if _encode(contents) == data:
-                return contents, data
+            caveats = () if version == 1 else tuple(body["caveats"])
+            contents = Contents(body["accountant"], target, Record.from_plain(body), caveats)
+            if _encode(contents, version) == data:
+                earlier = version == 1 and bool(contents.record.entries)
+                return (replace(contents, caveats=(EARLIER,)) if earlier else contents), data
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise LedgerError(_corrupt(path, f"{type(error).__name__}: {error}")) from error
-    if version != VERSION:
+    if version not in (1, VERSION):
         raise LedgerError(
-            f"The privacy ledger {path} is of version {version!r}, and this release of dpquant_compile reads version "
-            f"{VERSION}. Use the release that wrote it; do not begin a new ledger for the same data."
+            f"The privacy ledger {path} is of version {version!r}, and this release of dpquant_compile reads versions "
+            f"1 to {VERSION}. Use the release that wrote it; do not begin a new ledger for the same data."
         )
     raise LedgerError(_corrupt(path, "its checksum does not match"))
 
