@@ -287,10 +287,9 @@ def test_checkpoint_of_another_run(path, tmp_path, interrupted):
     assert counts(stranger) == [("training", 3)]
 
 
-def test_state_without_a_file_replaces_and_survives_torch_save(tmp_path, interrupted):
+def test_state_without_a_file_is_taken_over_and_survives_torch_save(tmp_path, interrupted):
     torch.save(interrupted, tmp_path / "state.pt")
     ledger = Ledger("rdp")
-    spent(ledger, "analysis", steps=9)
     ledger.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), replays=False)
     assert counts(ledger) == [("training", 3)]
     for broken in ({}, {**interrupted, "version": 0}, {**interrupted, "done": 99}, {**interrupted, "runs": []}):

@@ -9,6 +9,7 @@ import torch
 
 from dpquant_compile.errors import CheckpointError
 from dpquant_compile.private import ddp_checkpoint
+from dpquant_compile.private.distributed import copy_ledger
 from dpquant_compile.private.files import write_whole
 
 if TYPE_CHECKING:
@@ -132,8 +133,10 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
+    own_spends = {name: engine.ledger.state_dict()[name] for name in ("entries", "runs")}
+    world.agree("at load_checkpoint", {"ledger": own_spends})
     replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
-    engine.copy_ledger()
+    copy_ledger(world, engine.ledger)
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
     made.noise.load_state_dict(state["noise"])
@@ -171,7 +174,7 @@ def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool
     releases = engine.releases
     same = state.get("world", 1) == size and not (releases and releases.went_on_elsewhere(run, done, size))
     if replay and not same and (ledger.path is None or ledger.repeating):
-        ledger.load_state_dict(state["ledger"], replays=False)
+        ledger.depart()
         replay = False
     elif replay and not same and releases is not None:
         releases.go_on(run, done, size)

@@ -17,7 +17,7 @@ from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrai
 from dpquant_compile.private import arguments, checkpoint
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.criterion import PrivateCriterion
-from dpquant_compile.private.distributed import World, described
+from dpquant_compile.private.distributed import World, copy_ledger, described
 from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.loader import (
     Hooks,
@@ -268,17 +268,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         world.agree("in make_private", settings)
         world.copy_first([*model.parameters(), *model.buffers()])
         model.step = world.on_first("the step of the model, at make_private", lambda: model.step)
-        self.copy_ledger()
-
-    def copy_ledger(self) -> None:
-        """Give every process a ledger like that of rank 0, which alone has a file."""
-        world, ledger = self.made.world, self.ledger
-        *target, state = world.on_first(
-            "the ledger", lambda: (ledger.target_epsilon, ledger.target_delta, ledger.state_dict())
-        )
-        if not world.first:
-            ledger.target_epsilon, ledger.target_delta = target
-            ledger.load_state_dict(state, replays=True)
+        copy_ledger(world, self.ledger)
 
     def _begin(self) -> None:
         """Let all processes draw the same batches in the epoch that begins."""

@@ -5,7 +5,6 @@ repeats no spend: each spend belongs to a run, and a run may go once more throug
 """
 
 import importlib
-import math
 import os
 import uuid
 import weakref
@@ -16,31 +15,24 @@ from typing import Any, NoReturn
 
 from opacus.accountants import create_accountant
 
-from dpquant_compile.errors import LedgerError, PrivacyBudgetError, PrivacySpecError
+from dpquant_compile.errors import LedgerError, PrivacyBudgetError
 from dpquant_compile.private.accounting import (
     Entry,
     Headroom,
     History,
     Record,
+    Target,
     between,
     check_accountant,
     check_delta,
-    check_number,
+    check_target,
     composed_epsilon,
     gathered,
     opacus_accountant,
     total_steps,
 )
-from dpquant_compile.private.ledger_file import (
-    EARLIER,
-    VERSION,
-    Contents,
-    LedgerFile,
-    Target,
-    checked_caveats,
-    read_contents,
-    resolved,
-)
+from dpquant_compile.private.ledger_file import Contents, LedgerFile, checked_caveats, read_contents, resolved
+from dpquant_compile.private.ledger_state import LedgerState
 from dpquant_compile.private.statement import statement
 
 __all__ = ["Entry", "Ledger"]
@@ -70,13 +62,14 @@ class Ledger:
     ) -> None:
         check_accountant(accountant)
         self.accountant = accountant
-        self.target_epsilon, self.target_delta = _target(target_epsilon, target_delta)
+        self.target_epsilon, self.target_delta = check_target(target_epsilon, target_delta)
         self.path = None if path is None else resolved(path)
         self.standing: tuple[str, ...] = ()
         self._caveats: tuple[str, ...] = ()  # those that are recorded
         self._record = Record()
         self._run = uuid.uuid4().hex
         self._done = 0  # spends that this run has made, those that it repeated among them
+        self._recorded = 0  # spends of this run that were on record when it was resumed: it repeats those up to there
         self._pending: tuple[Entry, ...] = ()  # recorded spends of this run that it has yet to repeat
         self._file: LedgerFile | None = None
         self._refusal: str | None = None  # why nothing can be spent here
@@ -138,7 +131,7 @@ class Ledger:
     def set_target(self, target_epsilon: float, target_delta: float) -> None:
         """Set the target of a ledger that has none, also in the file; one that is there is not changed."""
         self.check_open()
-        target = _target(target_epsilon, target_delta)
+        target = check_target(target_epsilon, target_delta)
         own = (self.target_epsilon, self.target_delta)
         if own == target:
             return
@@ -158,6 +151,11 @@ class Ledger:
         new = entry.steps - self._repeated(entry)
         if new:
             self._admit(replace(entry, steps=new))
+
+    @property
+    def recorded(self) -> int:
+        """How many spends of this run were on record when it was resumed; it repeats those up to this number."""
+        return self._recorded
 
     @property
     def repeating(self) -> bool:
@@ -193,6 +191,7 @@ class Ledger:
         caveats = self.caveats
         self._write(record, caveats, (self.target_epsilon, self.target_delta))
         self._done = new if pending else self._done + entry.steps
+        self._recorded = 0 if pending else self._recorded
         self._record, self._caveats, self._run, self._pending = record, caveats, run, ()
         room = self._headroom.get((entry.sigma, entry.q))
         self._headroom.clear()  # what else fits depends on what is spent
@@ -236,49 +235,56 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger at this moment in plain Python types, for a checkpoint."""
-        return {
-            "version": VERSION,
-            "caveats": list(self._caveats),
-            **self._record.as_plain(),
-            "run": self._run,
-            "done": self._done,
-        }
+        return LedgerState(self._record, self._caveats, self._run, self._done).as_plain()
 
     def load_state_dict(self, state: Mapping[str, Any], *, replays: bool) -> None:
-        """Go back to the moment of `state`, without forgetting what a file has recorded since.
+        """Go back to the moment of `state`, without forgetting what was recorded since.
 
         `replays` is the promise that the run will now make the same releases as before with the same random bits.
         Its recorded spends beyond `state` are then not counted again, as far as it keeps to them in order. Without
-        it everything from here on is new. Without a file the state replaces all entries.
+        it everything from here on is new.
+
+        Guarantee: no spend of this ledger is forgotten, nor one of the state. What the ledger holds must begin with
+        what the state holds; without a file the state may also be ahead, and its spends are taken over. Otherwise
+        `LedgerError` is raised, and nothing changes. Caveats of both stay.
         """
         self.check_open()
-        try:
-            if state["version"] not in (1, VERSION):
-                raise ValueError(f"version {state['version']!r}")
-            then, run, done = Record.from_plain(state), str(state["run"]), int(state["done"])
-            if not 0 <= done <= total_steps(then.spends_of(run)):
-                raise ValueError(f"done {done}")
-            caveats = checked_caveats(state["caveats"] if state["version"] > 1 else [EARLIER] * bool(then.entries))
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(
-                f"This is not the state of a privacy ledger, of versions 1 to {VERSION} ({type(error).__name__}: "
-                f"{error}). Load the checkpoint with the version of dpquant_compile that wrote it."
-            ) from error
-        if self.path is not None and self._record.first(total_steps(then.entries)) != then:
-            raise LedgerError(
-                f"The checkpoint and the privacy ledger {self.path} belong to different runs: the checkpoint has "
-                f"{_summary(then)}, and the ledger does not begin with them; it has {_summary(self._record)}. Use the "
-                "ledger file of the run that wrote the checkpoint."
-            )
-        self._record_caveats(checked_caveats((*self._caveats, *caveats)))
-        if self.path is None:
-            self._record = then
+        then = LedgerState.from_plain(state)
+        if self._record.begins_with(then.record):
+            record = self._record
+        elif self._file is None and then.record.begins_with(self._record):
+            record = then.record
+        else:
+            raise LedgerError(self._different(then.record))
+        self._record_caveats(checked_caveats((*self._caveats, *then.caveats)))
+        self._record = record
         self._headroom.clear()
         if replays:
-            spends = self._record.spends_of(run)
-            self._run, self._done, self._pending = run, done, between(spends, done, total_steps(spends))
+            self._resume(then)
         else:
-            self._run, self._done, self._pending = uuid.uuid4().hex, 0, ()
+            self.depart()
+
+    def is_ahead_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether there are spends here that the ledger of this state does not have."""
+        return not LedgerState.from_plain(state).record.begins_with(self._record)
+
+    def mirror(self, state: Mapping[str, Any]) -> None:
+        """Become a copy of the ledger of another process of the same run, from its state.
+
+        Guarantee: if there are spends here that the state lacks, `LedgerError` is raised, and nothing changes.
+        """
+        self.check_open()
+        then = LedgerState.from_plain(state)
+        if self._file is not None or not then.record.begins_with(self._record):
+            raise LedgerError(self._different(then.record))
+        self._record, self._caveats = then.record, checked_caveats((*self._caveats, *then.caveats))
+        self._headroom.clear()
+        self._resume(then)
+
+    def depart(self, run: str | None = None) -> None:
+        """Go on as another run, of this name or a new one: it repeats nothing, and every spend counts."""
+        self.check_open()
+        self._run, self._done, self._recorded, self._pending = run or uuid.uuid4().hex, 0, 0, ()
 
     @classmethod
     def read(cls, path: str | Path) -> "Ledger":
@@ -299,6 +305,23 @@ class Ledger:
         if (history, delta) not in self._epsilons:
             self._epsilons[history, delta] = composed_epsilon(self.accountant, history, delta)
         return self._epsilons[history, delta]
+
+    def _resume(self, then: LedgerState) -> None:
+        spends = self._record.spends_of(then.run)
+        self._run, self._done, self._recorded = then.run, then.done, total_steps(spends)
+        self._pending = between(spends, then.done, self._recorded)
+
+    def _different(self, then: Record) -> str:
+        own = f"the privacy ledger {self.path}" if self.path else "the privacy ledger of this engine"
+        fix = (
+            "Use the ledger file of the run that wrote the checkpoint."
+            if self.path
+            else "Load it into a new engine, or give both runs the same ledger_path."
+        )
+        return (
+            f"The checkpoint and {own} belong to different runs: the checkpoint has {_summary(then)}, and the ledger "
+            f"does not begin with them; it has {_summary(self._record)}. Nothing was changed. {fix}"
+        )
 
     def _repeated(self, entry: Entry) -> int:
         """How many of the entry's spends are the recorded ones that this run has to make next."""
@@ -371,17 +394,6 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _target(epsilon: float | None, delta: float | None) -> Target:
-    if (epsilon is None) != (delta is None):
-        raise PrivacySpecError(f"A target needs target_epsilon and target_delta, not {epsilon!r} and {delta!r}.")
-    if epsilon is None or delta is None:
-        return None, None
-    number = check_number("target_epsilon", epsilon)
-    if not 0 < number < math.inf:
-        raise PrivacySpecError(f"target_epsilon must be a number above 0, not {epsilon!r}.")
-    return number, check_delta(delta, "target_delta")
 
 
 def _summary(record: Record) -> str:

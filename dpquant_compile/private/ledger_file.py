@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dpquant_compile.errors import LedgerError, PrivacySpecError
-from dpquant_compile.private.accounting import Record
+from dpquant_compile.private.accounting import Record, Target
 from dpquant_compile.private.file_lock import FileLock
 from dpquant_compile.private.files import write_whole
 
-__all__ = ["EARLIER", "VERSION", "Contents", "LedgerFile", "Target", "checked_caveats", "read_contents", "resolved"]
+__all__ = ["EARLIER", "VERSION", "Contents", "LedgerFile", "checked_caveats", "read_contents", "resolved"]
 
 VERSION = 2  # 1 had no caveats
-
-Target = tuple[float | None, float | None]  # (ε, δ), or None twice
 
 EARLIER = (
     "an earlier release of dpquant_compile wrote some of these spends, and did not record whether secure_mode was on. "
