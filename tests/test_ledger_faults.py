@@ -13,7 +13,7 @@ from resuming import engine_of, epoch, result_of, same
 from torch.utils.data import DataLoader
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import LedgerError, PrivacySpecError
+from dpquant_compile.errors import LedgerError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.private.distributed import World
 from dpquant_compile.private.ledger import Ledger
 
@@ -211,6 +211,18 @@ def test_a_checkpoint_into_an_engine_that_has_spent_keeps_what_it_spent() -> Non
     assert engine.ledger.entries == spends and same(result_of(engine), result)  # the same releases: nothing new
     epoch(engine)
     assert sum(entry.steps for entry in engine.ledger.entries) == 8
+
+
+def test_a_repetition_within_one_engine_is_verified_without_a_file() -> None:
+    engine = engine_of()
+    start = engine.state_dict()
+    epoch(engine)
+    made_private_again(engine)
+    engine.load_state_dict(start)
+    engine.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    with pytest.raises(PrivateTrainingError, match=r"does not repeat.*replay=False"):
+        epoch(engine)
+    assert sum(entry.steps for entry in engine.ledger.entries) == 4
 
 
 def test_a_checkpoint_of_another_run_leaves_an_engine_that_has_spent_as_it_was() -> None:

@@ -165,18 +165,18 @@ _UNCOUNTED = (
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
     """Go back to the ledger of a state; whether the run repeats what came after it.
 
-    Another number of processes adds up in another order: the same noise on a sum with other last bits would bare the
+    Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
     difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
     """
-    ledger, size = engine.ledger, engine.made.world.size
+    ledger, releases, size = engine.ledger, engine.releases, engine.made.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
+    releases.forget()
     run, done = ledger.position
-    releases = engine.releases
-    same = state.get("world", 1) == size and not (releases and releases.went_on_elsewhere(run, done, size))
+    same = state.get("world", 1) == size and not releases.went_on_elsewhere(run, done, size)
     if replay and not same and (ledger.path is None or ledger.repeating):
         ledger.depart()
         replay = False
-    elif replay and not same and releases is not None:
+    elif replay and not same:
         releases.go_on(run, done, size)
     # "uncounted" is how a checkpoint said so before ledgers recorded caveats.
     if state.get("uncounted") or (ledger.path is None and not replay):

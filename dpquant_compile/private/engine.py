@@ -29,6 +29,7 @@ from dpquant_compile.private.loader import (
 )
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.private.payments import Payments
 from dpquant_compile.private.releases import Releases, fingerprint
 from dpquant_compile.private.session import Session
 
@@ -92,12 +93,11 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         path = ledger_path if self._world.first else None
         self.ledger = Ledger(accountant, path, target_epsilon, target_delta)
         self.ledger.standing = arguments.caveats(secure_mode)
-        self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
+        self._payments = Payments(self.ledger)
         self.scheduler: Any = None
         self.planned_epochs: int | None = None  # those that the noise was chosen for
         self._parts: Made | None = None
         self._bits: SharedUniform | None = None  # the secure randomness of sampling that processes have in common
-        self._repeating = False  # whether the last spend was one that a resumed run repeats
 
     def close(self) -> None:
         """Let other engines open the ledger's file. ε and the statement stay readable; nothing more can be spent."""
@@ -208,7 +208,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             world=world,
         )
         private.attach_step_hook(self._settle)
-        private.on_release = self._check_release
+        private.on_release = lambda values: self._payments.release_of_step(world, values)
         self.ledger.standing = arguments.caveats(self.secure_mode, poisson_sampling)
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world, default)
@@ -305,10 +305,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
         """Record a release that is about to be made, before its data is read."""
-        if self.ledger.departs(purpose, q=q, sigma=sigma):
-            self.renew()
-        self._repeating = self.ledger.repeating
-        self.ledger.spend(purpose, q=q, sigma=sigma)
+        self._payments.spend(self.made.world, self.renew, purpose, q=q, sigma=sigma)
 
     def renew(self) -> None:
         """Take randomness that was never used, for a run that no longer repeats a recorded one; on all processes.
@@ -337,20 +334,12 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def release(self, values: Sequence[Tensor]) -> None:
         """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
-        if self._releases is not None:
-            self._releases.check(*self.ledger.position, values)
-
-    def _check_release(self, values: Sequence[Tensor]) -> None:
-        """`release`, by which rank 0 stops all processes where a repetition differs."""
-        if self._repeating:
-            self.made.world.on_first("the check of a repeated step", lambda: self.release(values))
-        else:
-            self.release(values)
+        self._payments.release(values)
 
     @property
-    def releases(self) -> Releases | None:
-        """The fingerprints of releases beside the ledger's file; rank 0 has them."""
-        return self._releases
+    def releases(self) -> Releases:
+        """The fingerprints of releases, beside the ledger's file if it has one; those of rank 0 are used."""
+        return self._payments.releases
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types: see `checkpoint`."""

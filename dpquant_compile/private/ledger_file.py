@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dpquant_compile.errors import LedgerError, PrivacySpecError
-from dpquant_compile.private.accounting import Record, Target
+from dpquant_compile.private.accounting import Record, Target, total_steps
 from dpquant_compile.private.file_lock import FileLock
 from dpquant_compile.private.files import write_whole
+from dpquant_compile.private.releases import Releases
 
 __all__ = ["EARLIER", "VERSION", "Contents", "LedgerFile", "checked_caveats", "read_contents", "resolved"]
 
@@ -58,6 +59,7 @@ class LedgerFile:
         try:
             if path.exists():
                 self.contents, self._bytes = _decode(path)
+            _check_whole(path, Record() if self.contents is None else self.contents.record, Releases(path).counts)
         except BaseException:
             self.close()
             raise
@@ -99,9 +101,27 @@ def resolved(path: str | Path) -> Path:
 
 def read_contents(path: Path) -> Contents:
     """What the ledger at `path` holds at this moment, read without a lock."""
-    if not path.is_file():
+    released = Releases(path).counts  # first: its owner writes each spend before the release
+    if not path.is_file() and not any(released.values()):
         raise LedgerError(_no_ledger(path))
-    return _decode(path)[0]
+    contents = _decode(path)[0] if path.is_file() else None
+    _check_whole(path, Record() if contents is None else contents.record, released)
+    assert contents is not None  # or spends would have been missing
+    return contents
+
+
+def _check_whole(path: Path, record: Record, released: Mapping[str, int]) -> None:
+    """Raise if the releases beside a ledger show spends that it does not have: it was deleted, or rolled back."""
+    missing = {run: (count, total_steps(record.spends_of(run))) for run, count in released.items()}
+    parts = [f"{there} of run {run}, of which it has {here}" for run, (there, here) in missing.items() if there > here]
+    if parts:
+        raise LedgerError(
+            f"The privacy ledger {path} was deleted or rolled back: {path.name}.releases beside it shows more spends "
+            f"than the ledger holds. It shows {'; '.join(parts)}. What is missing has been spent all the same. Fix: "
+            "restore the ledger from a backup. If it is lost for good, start a new ledger under another name, enter "
+            "the missing spends by hand with ledger.spend(purpose, q=…, sigma=…, steps=…), and keep the .releases file "
+            "as evidence."
+        )
 
 
 def _header(contents: Contents) -> dict[str, Any]:
