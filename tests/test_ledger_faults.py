@@ -225,6 +225,29 @@ def test_a_repetition_within_one_engine_is_verified_without_a_file() -> None:
     assert sum(entry.steps for entry in engine.ledger.entries) == 4
 
 
+def test_a_step_that_failed_before_its_release_is_repeated_within_one_engine() -> None:
+    whole = engine_of()
+    epoch(whole)
+    result = result_of(whole)
+    engine = engine_of()
+    start, seen = engine.state_dict(), []
+    note = engine.made.optimizer.on_release
+
+    def fail(values: list[torch.Tensor]) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        note(values)
+
+    engine.made.optimizer.on_release = fail
+    with pytest.raises(KeyboardInterrupt):
+        epoch(engine)
+    made_private_again(engine)
+    engine.load_state_dict(start)
+    epoch(engine)
+    assert same(result_of(engine), result)
+
+
 def test_a_checkpoint_of_another_run_leaves_an_engine_that_has_spent_as_it_was() -> None:
     other, engine = engine_of(), engine_of()
     for one in (other, engine):

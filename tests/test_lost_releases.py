@@ -12,6 +12,7 @@ from resuming import STEPS, engine_of, epoch, result_of, same
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import LedgerError, PrivateTrainingError
+from dpquant_compile.private import ledger_file
 from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.releases import Releases
 
@@ -90,6 +91,25 @@ def test_the_error_says_what_is_lost_and_how_to_go_on(path: Path) -> None:
         assert words in str(raised.value)
 
 
+def test_a_lost_file_is_not_taken_for_a_crash_before_the_first_release(path: Path) -> None:
+    """One spend on record beyond the checkpoint, whose release was made."""
+
+    def one_step(engine: dpq.PrivacyEngine) -> None:
+        made = engine.made
+        for x, y in made.loader:
+            made.criterion(made.session.model(x), y).backward()
+            made.optimizer.step()
+            if made.session.micro.last:
+                break
+
+    interrupted(path.parent, one_step)
+    beside(path).unlink()
+    with resumed(path.parent, lr=0.3) as engine:
+        assert spends(engine) == STEPS + 1
+        with pytest.raises(PrivateTrainingError, match="lost or rolled back"):
+            epoch(engine)
+
+
 def test_lost_releases_do_not_stop_a_run_that_repeats_nothing(path: Path) -> None:
     """What follows the last spend on record was never released; and from there on the file is whole again."""
     (path.parent / "whole").mkdir()
@@ -160,6 +180,39 @@ def test_a_release_that_is_left_out_is_stopped(path: Path, left: list[int]) -> N
         assert spends(engine) == 2 * STEPS
 
 
+def test_a_spend_that_an_interrupt_leaves_alone_is_settled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(path.parent)
+    with resumed(path.parent) as engine:
+        spend = engine.ledger.spend
+
+        def interrupt(*args: Any, **kwargs: Any) -> None:
+            spend(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.ledger, "spend", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                epoch(engine)
+        with pytest.raises(PrivateTrainingError, match=rf"release {STEPS + 1} .* left out now"):
+            epoch(engine)
+
+
+def test_a_spend_that_was_refused_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    with engine_of(path.parent) as engine:
+        epoch(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.ledger, "spend", refuse)
+            with pytest.raises(OSError, match="disk full"):
+                epoch(engine)
+        lines = beside(path).read_text()
+        epoch(engine)
+        assert "dropped" not in beside(path).read_text() and beside(path).read_text().startswith(lines)
+    assert counts(Ledger.read(path)) == [("training", 2 * STEPS)]
+
+
 def test_spends_by_hand_do_not_stop_a_resumed_run(path: Path) -> None:
     def life(engine: dpq.PrivacyEngine) -> None:
         engine.ledger.spend("statistics", q=1.0, sigma=5.0, steps=10)
@@ -218,6 +271,20 @@ def test_a_lost_ledger_is_noticed(path: Path, lose: Cut) -> None:
         with pytest.raises(LedgerError, match=rf"8 of run {run}, of which it has {has}\..*backup.*by hand.*evidence"):
             opened()
         assert (path.read_bytes() if path.exists() else None) == left  # nothing begins from zero
+
+
+def test_a_ledger_is_read_while_its_owner_goes_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(path.parent) as engine:
+        decode = ledger_file._decode
+
+        def slowly(at: Path) -> Any:
+            found = decode(at)
+            epoch(engine)  # whose spends and releases come after what was read
+            return found
+
+        epoch(engine)
+        monkeypatch.setattr(ledger_file, "_decode", slowly)
+        assert counts(Ledger.read(path)) == [("training", STEPS)] and spends(engine) == 2 * STEPS
 
 
 def test_a_new_ledger_under_another_name_takes_what_is_missing(path: Path) -> None:

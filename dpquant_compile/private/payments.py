@@ -39,9 +39,14 @@ class Payments:
         if world.first and not ledger.repeating:
             releases.begin(*ledger.position)
         self._repeating = ledger.repeating
-        ledger.spend(purpose, q=q, sigma=sigma)
-        if world.first:
-            releases.pay(*ledger.position, ledger.recorded)
+        run, done = ledger.position
+        try:
+            releases.pay(run, done + 1, ledger.recorded)  # first: an interrupt must not leave a spend unsettled
+            ledger.spend(purpose, q=q, sigma=sigma)
+        except BaseException:
+            if ledger.position == (run, done):
+                releases.forget()
+            raise
 
     def release(self, values: Sequence[Tensor]) -> None:
         """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""

@@ -53,7 +53,7 @@ class Releases:
       world <n>      from here on n processes went on with a run that another number of them had begun
     A line that a crash cut short counts for nothing: that release never got past it.
 
-    For each spend the order is `settle`, `begin`, the spend itself, `pay`, and then `release`, or none.
+    For each spend the order is `settle`, `begin`, `pay` with the spend itself, and then `release`, or none.
 
     Guarantee: noise that may have been used is not used for another sum. While a resumed run repeats recorded spends,
     what becomes of each must be what became of it before. What became of it is unknown only for the last spend on
@@ -115,7 +115,7 @@ class Releases:
             self._become(self._due, _DROPPED)
 
     def forget(self) -> None:
-        """Expect nothing: the run goes on from a checkpoint, or as another."""
+        """Expect nothing: the spend was refused, or the run goes on from a checkpoint."""
         self._due = None
 
     def _become(self, due: _Payment, value: str) -> None:
