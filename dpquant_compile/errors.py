@@ -121,7 +121,7 @@ class LabError(DPQuantError, ValueError):
 
 
 class LedgerError(DPQuantError, RuntimeError):
-    """A privacy ledger is corrupt, truncated, of another version, or does not fit what it is used with."""
+    """A privacy ledger is corrupt, lost, of another version, in use, or does not fit what it is used with."""
 
 
 class PrivacyBudgetError(DPQuantError, RuntimeError):

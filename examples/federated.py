@@ -70,38 +70,38 @@ def train_round(
     folder = args.out / f"client-{client}"
     folder.mkdir(parents=True, exist_ok=True)
     model = dpq.compile(build(), budget=2, inner=args.inner)
-    engine = dpq.PrivacyEngine(
+    with dpq.PrivacyEngine(
         accountant="rdp",
         secure_mode=True,
         ledger_path=folder / "ledger.json",
         target_epsilon=args.epsilon,
         target_delta=DELTA,
-    )
-    model, optimizer, criterion, loader = engine.make_private(
-        module=model.train(),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(records_of(client, args.clients), batch_size=BATCH_SIZE),
-        noise_multiplier=NOISE,
-        max_grad_norm=1.0,
-        max_physical_batch_size=BATCH_SIZE,
-    )
-    scheduler = dpq.Scheduler(engine, n_sample=1, seed=client)  # without `epochs`: how many rounds come is not known
-    # The whole round or nothing of it: a round that stops on the way is paid for, and gives nothing.
-    engine.ledger.check("training", q=loader.sample_rate, sigma=NOISE, steps=len(loader))
-    checkpoint = folder / "checkpoint.pt"
-    if checkpoint.exists():
-        engine.load_checkpoint(path=checkpoint)  # scores and policy go on; noise is new
-        model.load_state_dict(parameters)
-        scheduler.step()  # between two epochs, which here are rounds: measured on what will be trained
-    else:
-        model.load_state_dict(parameters)
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-    engine.save_checkpoint(path=checkpoint)
-    return model.state_dict(), engine.get_epsilon(DELTA)
+    ) as engine:  # closed at the end: the next round opens the ledger anew
+        model, optimizer, criterion, loader = engine.make_private(
+            module=model.train(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            criterion=nn.CrossEntropyLoss(),
+            data_loader=DataLoader(records_of(client, args.clients), batch_size=BATCH_SIZE),
+            noise_multiplier=NOISE,
+            max_grad_norm=1.0,
+            max_physical_batch_size=BATCH_SIZE,
+        )
+        scheduler = dpq.Scheduler(engine, n_sample=1, seed=client)  # without `epochs`: rounds are not known ahead
+        # The whole round or nothing of it: a round that stops on the way is paid for, and gives nothing.
+        engine.ledger.check("training", q=loader.sample_rate, sigma=NOISE, steps=len(loader))
+        checkpoint = folder / "checkpoint.pt"
+        if checkpoint.exists():
+            engine.load_checkpoint(path=checkpoint)  # scores and policy go on; noise is new
+            model.load_state_dict(parameters)
+            scheduler.step()  # between two epochs, which here are rounds: measured on what will be trained
+        else:
+            model.load_state_dict(parameters)
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        engine.save_checkpoint(path=checkpoint)
+        return model.state_dict(), engine.get_epsilon(DELTA)
 
 
 def client_app(args: argparse.Namespace) -> ClientApp:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.private import distributed, ledger
+from dpquant_compile.private import distributed, ledger_file
 from dpquant_compile.private.distributed import World, call_roll
 
 EPOCHS, DELTA = 3, 1e-5
@@ -267,7 +267,7 @@ def dying(folder: Path, victim: int, at: int) -> Any:
 def slow_ledger(folder: Path) -> list[float]:
     """When each step had its entry on disk (rank 0, which takes its time), and when it was done (the others)."""
     moments: list[float] = []
-    write = ledger.write_whole
+    write = ledger_file.write_whole
 
     def slowly(*args: Any) -> None:
         time.sleep(0.3)
@@ -276,7 +276,7 @@ def slow_ledger(folder: Path) -> list[float]:
 
     engine = engine_of(ledger_path=folder / "ledger.json")
     if rank() == 0:
-        ledger.write_whole = slowly
+        ledger_file.write_whole = slowly
         epoch(engine)
     else:
         assert engine.ledger.path is None

@@ -185,15 +185,14 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tiny: str, tmp_path: Path, s
             run.criterion(run.model(x), y).backward()
             run.optimizer.step()
             break
-        resumed = train(config, tmp_path / "early")
-    else:
-        resumed = train(config, tmp_path / "cut")
+    run.engine.close()
+    resumed = train(config, run.folder)
     assert (resumed.epsilon, resumed.schedule, resumed.scores) == (whole.epsilon, whole.schedule, whole.scores)
     assert [row.accuracy for row in resumed.epochs] == [row.accuracy for row in whole.epochs]
 
 
 def test_a_folder_belongs_to_one_run(tiny: str, tmp_path: Path) -> None:
-    Run(RunConfig(tiny).resolved(), tmp_path)
+    Run(RunConfig(tiny).resolved(), tmp_path).engine.close()
     with pytest.raises(LabError, match="what differs: seed"):
         train(RunConfig(tiny, seed=1), tmp_path)
     train(RunConfig(tiny), tmp_path)

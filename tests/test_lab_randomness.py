@@ -61,6 +61,7 @@ def test_steps_that_were_lost_count_again(tiny: str, tmp_path: Path) -> None:
     whole = train(RunConfig(tiny), tmp_path / "whole")
     run = Run(RunConfig(tiny).resolved(), tmp_path / "cut")
     run._train()  # an epoch that is spent, and not saved
+    run.engine.close()  # as the end of the process does
     resumed = train(RunConfig(tiny), tmp_path / "cut")
     assert whole.epsilon is not None and resumed.epsilon is not None
     assert resumed.epsilon > whole.epsilon and len(resumed.epochs) == len(whole.epochs)

@@ -31,6 +31,7 @@ def test_file_goes_on_where_it_was(path):
         assert Ledger.read(path).entries == first.entries  # on disk before spend returns
     spent(first, "analysis")
     path.with_name(f".{path.name}.tmp").write_text("left by a crash")
+    first.close()
     second = Ledger("rdp", str(path))
     assert second.entries == first.entries and (second.target_epsilon, second.target_delta) == (8.0, DELTA)
     spent(second)
@@ -42,7 +43,7 @@ def test_file_goes_on_where_it_was(path):
 )
 def test_file_of_other_settings(path, args, differs):
     begun = {"accountant": "rdp", "path": path, "target_epsilon": 8.0, "target_delta": DELTA}
-    Ledger(**begun)
+    Ledger(**begun).close()
     with pytest.raises(LedgerError, match=differs):
         Ledger(**{**begun, **args})
 
@@ -83,6 +84,7 @@ def test_every_truncation_and_flip_is_found(path):
     ledger = Ledger("rdp", path, 8.0, DELTA)
     spent(ledger, steps=7)
     spent(ledger, "analysis")
+    ledger.close()
     whole = path.read_bytes()
     rng = random.Random(0)
     damaged = [whole[:end] for end in range(len(whole))]
@@ -100,13 +102,15 @@ def test_every_truncation_and_flip_is_found(path):
 
 
 def test_edited_file_other_version_and_no_place(path, tmp_path):
-    spent(Ledger("rdp", path), steps=7)
+    ledger = Ledger("rdp", path)
+    spent(ledger, steps=7)
+    ledger.close()
     body = json.loads(path.read_bytes())
     path.write_text(json.dumps({**body, "entries": [{**body["entries"][0], "steps": 1}]}, indent=1))
     with pytest.raises(LedgerError, match="checksum"):
         Ledger("rdp", path)
-    path.write_text(json.dumps({**body, "version": 2}, indent=1))
-    with pytest.raises(LedgerError, match="version 2"):
+    path.write_text(json.dumps({**body, "version": 3}, indent=1))
+    with pytest.raises(LedgerError, match="version 3"):
         Ledger("rdp", path)
     for nowhere in (tmp_path, tmp_path / "not" / "there.json"):
         with pytest.raises(LedgerError, match=r"no privacy ledger|does not exist"):
@@ -116,11 +120,11 @@ def test_edited_file_other_version_and_no_place(path, tmp_path):
 
 
 def test_two_owners_of_one_file(path):
-    first, second = Ledger("rdp", path), Ledger("rdp", path)
+    first = Ledger("rdp", path)
     spent(first)
-    with pytest.raises(LedgerError, match="One process must own"):
-        spent(second)
-    assert second.entries == ()
+    with pytest.raises(LedgerError, match=rf"in use by this process \({os.getpid()}\) itself.*close\(\)"):
+        Ledger("rdp", path)
+    assert counts(Ledger.read(path)) == [("training", 1)]
     spent(first)
     path.unlink()
     with pytest.raises(LedgerError, match="changed under this process"):
@@ -179,6 +183,7 @@ def interrupted(path):
     spent(ledger)
     spent(ledger, "analysis")
     spent(ledger)
+    ledger.close()
     return state
 
 
@@ -209,7 +214,7 @@ def test_first_difference_ends_the_replay(path, interrupted, other):
     spent(resumed, **other)
     spent(resumed)  # it was due before, but the run is another one now
     assert sum(e.steps for e in resumed.entries) == 8
-    assert resumed.entries[:3] == Ledger("rdp", path).entries[:3]
+    assert resumed.entries[:3] == Ledger.read(path).entries[:3]
 
 
 def test_new_randomness_counts_again(path, interrupted):
@@ -225,6 +230,7 @@ def test_checkpoint_within_a_replay(path, interrupted):
     spent(first)
     state = first.state_dict()
     recorded = first.entries
+    first.close()
     second = Ledger("rdp", path)
     second.load_state_dict(state, replays=True)
     spent(second, "analysis")
@@ -241,6 +247,7 @@ def test_spends_of_another_run_are_not_replayed(path, interrupted):
     fresh = Ledger("rdp", path)
     fresh.load_state_dict(interrupted, replays=False)
     spent(fresh, steps=5)
+    fresh.close()
     resumed = Ledger("rdp", path)
     resumed.load_state_dict(interrupted, replays=True)
     for kind in ("training", "analysis", "training"):
@@ -248,6 +255,7 @@ def test_spends_of_another_run_are_not_replayed(path, interrupted):
     assert counts(resumed)[-1] == ("training", 6)
     spent(resumed, steps=2)
     assert counts(resumed)[-1] == ("training", 8)
+    resumed.close()
     again = Ledger("rdp", path)
     again.load_state_dict(interrupted, replays=True)
     for kind in ("training", "analysis", "training", "training", "training"):
@@ -259,6 +267,7 @@ def test_replay_needs_no_budget(path):
     ledger = Ledger("rdp", path, 2.0, DELTA)
     start = ledger.state_dict()
     steps = exhaust(ledger)
+    ledger.close()
     resumed = Ledger("rdp", path)
     resumed.load_state_dict(start, replays=True)
     resumed.check("training", **TRAINING, steps=steps)
@@ -278,10 +287,9 @@ def test_checkpoint_of_another_run(path, tmp_path, interrupted):
     assert counts(stranger) == [("training", 3)]
 
 
-def test_state_without_a_file_replaces_and_survives_torch_save(tmp_path, interrupted):
+def test_state_without_a_file_is_taken_over_and_survives_torch_save(tmp_path, interrupted):
     torch.save(interrupted, tmp_path / "state.pt")
     ledger = Ledger("rdp")
-    spent(ledger, "analysis", steps=9)
     ledger.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True), replays=False)
     assert counts(ledger) == [("training", 3)]
     for broken in ({}, {**interrupted, "version": 0}, {**interrupted, "done": 99}, {**interrupted, "runs": []}):

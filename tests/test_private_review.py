@@ -210,15 +210,16 @@ def test_a_resumed_run_that_departs_is_stopped(tmp_path: Path) -> None:
     def run(state: Any, rate: float, epochs: int, replay: bool = True) -> tuple[dpq.PrivacyEngine, Any]:
         engine, model, optimizer, criterion, loader = engine_and_parts(engine={"ledger_path": tmp_path / "ledger"})
         saved = None
-        if state is not None:
-            engine.load_state_dict(state, replay=replay)
-        optimizer.param_groups[0]["lr"] = rate
-        for _ in range(epochs):
-            for x, y in loader:
-                optimizer.zero_grad()
-                criterion(model(x), y).backward()
-                optimizer.step()
-            saved = saved or engine.state_dict()
+        with engine:
+            if state is not None:
+                engine.load_state_dict(state, replay=replay)
+            optimizer.param_groups[0]["lr"] = rate
+            for _ in range(epochs):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    criterion(model(x), y).backward()
+                    optimizer.step()
+                saved = saved or engine.state_dict()
         return engine, saved
 
     first, state = run(None, 0.1, 2)

@@ -123,6 +123,7 @@ def test_a_replay_is_not_charged_and_what_follows_is(tmp_path: Path) -> None:
     first.save_checkpoint(path=tmp_path / "c.pt")
     epoch(first)
     entries, state = first.ledger.entries, result_of(first)
+    first.close()
     second = engine_of(tmp_path, schedule={})
     second.load_checkpoint(path=tmp_path / "c.pt")
     assert second.ledger.entries == entries  # what was spent stays spent
@@ -139,12 +140,15 @@ def test_a_replay_that_departs_is_stopped_and_goes_on_only_with_new_noise(tmp_pa
     first.save_checkpoint(path=tmp_path / "c.pt")
     epoch(first)
     spent, drawn = first.ledger.entries, first.made.noise.state_dict()
-    second, third = (engine_of(tmp_path, schedule={}) for _ in (0, 1))
+    first.close()
+    second = engine_of(tmp_path, schedule={})
     second.load_checkpoint(path=tmp_path / "c.pt")
     second.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(PrivateTrainingError, match="replay=False"):
         epoch(second)
     assert second.ledger.entries == spent
+    second.close()
+    third = engine_of(tmp_path, schedule={})
     third.load_checkpoint(path=tmp_path / "c.pt", replay=False)
     assert third.made.noise.state_dict()["seed"] != drawn["seed"]
     third.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
@@ -163,9 +167,12 @@ def test_a_run_that_repeats_nothing_draws_other_batches(tmp_path: Path, departs:
     first = engine_of(tmp_path)
     first.save_checkpoint(path=tmp_path / "c.pt")
     drawn = batches_of(first)
-    repeated, other = engine_of(tmp_path), engine_of(tmp_path)
+    first.close()
+    repeated = engine_of(tmp_path)
     repeated.load_checkpoint(path=tmp_path / "c.pt")
     assert batches_of(repeated) == drawn
+    repeated.close()
+    other = engine_of(tmp_path)
     other.load_checkpoint(path=tmp_path / "c.pt", replay=departs)
     if departs:
         other.made.optimizer.noise_multiplier = 2.0
@@ -202,6 +209,7 @@ def test_secure_mode_charges_everything_again(tmp_path: Path, on_disk: bool) -> 
     at_checkpoint = first.get_epsilon(DELTA)
     epoch(first)
     beyond = first.get_epsilon(DELTA)
+    first.close()
     second = engine_of(folder, secure=True, schedule={})
     second.load_checkpoint(path=tmp_path / "c.pt")
     assert second.get_epsilon(DELTA) == (beyond if on_disk else at_checkpoint)

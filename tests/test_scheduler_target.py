@@ -107,5 +107,7 @@ def test_a_resumed_run_is_not_counted_twice(tmp_path: Path) -> None:
         engine = engine_of(target_epsilon=target, target_delta=DELTA, ledger_path=tmp_path / "ledger.json")
         return dpq.Scheduler(engine, epochs=4, estimator=Constant(0.0, sigma=3.0))
 
-    run_epochs(start(), 4)
+    first = start()
+    run_epochs(first, 4)
+    first.engine.close()
     assert start().engine.ledger.epsilon(DELTA) == planned.epsilon(DELTA)

@@ -63,10 +63,13 @@ def train(
     if threads is not None:
         torch.set_num_threads(threads)
     run = Run(config, folder)
-    for row in run.epochs():
-        if progress is not None:
-            progress(row)
-    return run.finish()
+    try:
+        for row in run.epochs():
+            if progress is not None:
+                progress(row)
+        return run.finish()
+    finally:
+        run.engine.close()  # a sweep may come back to this folder, in this process or another
 
 
 class Run:
@@ -77,7 +80,7 @@ class Run:
         self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
         self.rows: list[EpochRow] = []
         self.split = _data(get_recipe(config.recipe), config.data)
-        assert config.max_grad_norm is not None and config.batch_size is not None  # recipes say which
+        assert config.batch_size is not None  # recipes say which
         private, size = config.privacy == "dp", len(self.split.train_x)
         if config.batch_size > size:
             raise LabError(f"batch_size={config.batch_size}: {config.recipe} has {size} samples to train on")
@@ -97,6 +100,16 @@ class Run:
             target_epsilon=config.target_epsilon if private else None,
             target_delta=config.delta if private and config.target_epsilon is not None else None,
         )
+        try:
+            self._begin(noise)
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def _begin(self, noise: float) -> None:
+        """Make everything private, and go on from the last checkpoint."""
+        config = self.config
+        assert config.max_grad_norm is not None and config.batch_size is not None  # recipes say which
         parts: Any = self.engine.make_private(
             module=self.model.train(),
             optimizer=_optimizer(config, self.model),

@@ -25,12 +25,14 @@ __all__ = [
     "Headroom",
     "History",
     "Record",
+    "Target",
     "appended",
     "between",
     "check_accountant",
     "check_count",
     "check_delta",
     "check_number",
+    "check_target",
     "composed_epsilon",
     "gathered",
     "opacus_accountant",
@@ -42,6 +44,8 @@ MECHANISM = "subsampled_gaussian"
 
 # (σ, q, steps) of different mechanisms: the form of `IAccountant.history`.
 History = tuple[tuple[float, float, int], ...]
+
+Target = tuple[float | None, float | None]  # (ε, δ), or None twice
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,10 @@ class Record:
         runs = tuple((start, run) for start, run in self.runs if start < steps)
         return Record(between(self.entries, 0, steps), runs)
 
+    def begins_with(self, other: "Record") -> bool:
+        """Whether the first spends are those of `other`, of the same runs: equal numbers of another run are not."""
+        return self.first(total_steps(other.entries)) == other
+
     def spends_of(self, run: str) -> tuple[Entry, ...]:
         spends: tuple[Entry, ...] = ()
         bounds = [*(start for start, _ in self.runs), total_steps(self.entries)]
@@ -188,6 +196,18 @@ def check_delta(delta: float, name: str = "delta") -> float:
             "dataset is usual."
         )
     return number
+
+
+def check_target(epsilon: float | None, delta: float | None) -> Target:
+    """A target as floats, or None twice; an error if it is half of one or out of its domain."""
+    if (epsilon is None) != (delta is None):
+        raise PrivacySpecError(f"A target needs target_epsilon and target_delta, not {epsilon!r} and {delta!r}.")
+    if epsilon is None or delta is None:
+        return None, None
+    number = check_number("target_epsilon", epsilon)
+    if not 0 < number < math.inf:
+        raise PrivacySpecError(f"target_epsilon must be a number above 0, not {epsilon!r}.")
+    return number, check_delta(delta, "target_delta")
 
 
 def opacus_accountant(accountant: str, history: History) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from dpquant_compile.errors import CheckpointError
 from dpquant_compile.private import ddp_checkpoint
+from dpquant_compile.private.distributed import copy_ledger
 from dpquant_compile.private.files import write_whole
 
 if TYPE_CHECKING:
@@ -89,7 +90,6 @@ def _small(engine: "PrivacyEngine") -> dict[str, Any]:
         "version": VERSION,
         "config": config_of(engine),
         "world": made.world.size,
-        "uncounted": _UNCOUNTED in engine.ledger.caveats,
         "ledger": engine.ledger.state_dict(),
         "noise": made.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
@@ -133,11 +133,10 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
+    own_spends = {name: engine.ledger.state_dict()[name] for name in ("entries", "runs")}
+    world.agree("at load_checkpoint", {"ledger": own_spends})
     replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
-    no_file = world.on_first("the ledger's path, at load_checkpoint", lambda: engine.ledger.path is None)
-    if state.get("uncounted") or (no_file and not replay):
-        engine.ledger.caveats += (_UNCOUNTED,)
-    engine.copy_ledger()
+    copy_ledger(world, engine.ledger)
     made.session.model.load_state_dict(state["model"])
     made.optimizer.load_state_dict(state["optimizer"])
     made.noise.load_state_dict(state["noise"])
@@ -166,19 +165,22 @@ _UNCOUNTED = (
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
     """Go back to the ledger of a state; whether the run repeats what came after it.
 
-    Another number of processes adds up in another order: the same noise on a sum with other last bits would bare the
+    Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
     difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
     """
-    ledger, size = engine.ledger, engine.made.world.size
+    ledger, releases, size = engine.ledger, engine.releases, engine.made.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
+    releases.forget()
     run, done = ledger.position
-    releases = engine.releases
-    same = state.get("world", 1) == size and not (releases and releases.went_on_elsewhere(run, done, size))
+    same = state.get("world", 1) == size and not releases.went_on_elsewhere(run, done, size)
     if replay and not same and (ledger.path is None or ledger.repeating):
-        ledger.load_state_dict(state["ledger"], replays=False)
-        return False
-    if replay and not same and releases is not None:
+        ledger.depart()
+        replay = False
+    elif replay and not same:
         releases.go_on(run, done, size)
+    # "uncounted" is how a checkpoint said so before ledgers recorded caveats.
+    if state.get("uncounted") or (ledger.path is None and not replay):
+        ledger.add_caveat(_UNCOUNTED)
     return replay
 
 

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from dpquant_compile.errors import DistributedError, DPQuantError
+from dpquant_compile.errors import DistributedError, DPQuantError, LedgerError
 
 if TYPE_CHECKING:
+    from dpquant_compile.private.ledger import Ledger
     from dpquant_compile.private.session import Session
 
-__all__ = ["Traffic", "World", "call_roll", "described", "init_process_group", "wide_sums"]
+__all__ = ["Traffic", "World", "call_roll", "copy_ledger", "described", "init_process_group", "wide_sums"]
 
 # A bucket's sum is under way while the next one is filled; those of DistributedDataParallel are of this size too.
 BUCKET_BYTES = 25 * 2**20
@@ -240,6 +241,26 @@ def apart(when: str, differing: Mapping[str, Sequence[Any]]) -> DistributedError
         "arguments and data on every process, change model, policy, optimizer and ledger on all of them alike, and go "
         "on from the last checkpoint"
     )
+
+
+def copy_ledger(world: World, ledger: "Ledger") -> None:
+    """Give every process a ledger like that of rank 0, which alone has a file.
+
+    Guarantee: if a process has spends that rank 0 lacks, every process raises `LedgerError`, and no ledger changes.
+    """
+    *target, state = world.on_first(
+        "the ledger", lambda: (ledger.target_epsilon, ledger.target_delta, ledger.state_dict())
+    )
+    ahead = [str(rank) for rank, found in enumerate(world.gathered(ledger.is_ahead_of(state))) if found]
+    if ahead:
+        raise LedgerError(
+            f"rank {' and '.join(ahead)} of {world.size} has privacy spends that rank 0 lacks, and a copy of rank 0's "
+            "ledger would drop them. Fix: give every run of several processes a new PrivacyEngine on each of them, or "
+            "enter the missing spends in the ledger of rank 0"
+        )
+    if not world.first:
+        ledger.target_epsilon, ledger.target_delta = target
+        ledger.mirror(state)
 
 
 def call_roll(world: World, session: "Session", facts: Mapping[str, Any]) -> None:

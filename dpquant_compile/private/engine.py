@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import opacus
 import torch
@@ -17,7 +17,7 @@ from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrai
 from dpquant_compile.private import arguments, checkpoint
 from dpquant_compile.private.clipping import Clipping
 from dpquant_compile.private.criterion import PrivateCriterion
-from dpquant_compile.private.distributed import World, described
+from dpquant_compile.private.distributed import World, copy_ledger, described
 from dpquant_compile.private.hooks import refuse_hooks
 from dpquant_compile.private.ledger import Ledger
 from dpquant_compile.private.loader import (
@@ -30,6 +30,7 @@ from dpquant_compile.private.loader import (
 )
 from dpquant_compile.private.noise import GaussianStream
 from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.private.payments import Payments
 from dpquant_compile.private.releases import Releases, fingerprint
 from dpquant_compile.private.secret_bits import SecretBits
 from dpquant_compile.private.session import Session
@@ -70,6 +71,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     `secure_mode=True` draws noise, Poisson samples and the bits of rounding from the operating system's entropy, by
     AES-256. Then a run cannot be repeated, and a resumed one goes on with new randomness.
+
+    With a `ledger_path` the engine is the one owner of that file until `close()`, garbage collection or the end of the
+    process. `with PrivacyEngine(…) as engine:` closes it at the end of the block.
     """
 
     def __init__(
@@ -92,13 +96,22 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._on_disk = ledger_path is not None
         path = ledger_path if self._world.first else None
         self.ledger = Ledger(accountant, path, target_epsilon, target_delta)
-        self.ledger.caveats = arguments.caveats(secure_mode)
-        self._releases = None if self.ledger.path is None else Releases(self.ledger.path)
+        self.ledger.standing = arguments.caveats(secure_mode)
+        self._payments = Payments(self.ledger)
         self.scheduler: Any = None
         self.planned_epochs: int | None = None  # those that the noise was chosen for
         self._parts: Made | None = None
         self._bits: SharedUniform | None = None  # the secure randomness of sampling that processes have in common
-        self._repeating = False  # whether the last spend was one that a resumed run repeats
+
+    def close(self) -> None:
+        """Let other engines open the ledger's file. ε and the statement stay readable; nothing more can be spent."""
+        self.ledger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def accountant(self) -> Any:
@@ -207,11 +220,11 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             expected_batch_size=loader.expected_batch_size,
             loss_reduction=reduction,
             settle=self._settle,
-            released=self._check_release,
+            released=lambda values: self._payments.release_of_step(world, values),
             secure_mode=self.secure_mode,
             world=world,
         )
-        self.ledger.caveats = arguments.caveats(self.secure_mode, poisson_sampling)
+        self.ledger.standing = arguments.caveats(self.secure_mode, poisson_sampling)
         session.begin()
         self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world, default)
         self.planned_epochs = None
@@ -272,23 +285,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         world.copy_first([*model.parameters(), *model.buffers()])
         self._share_bits()
         model.step = world.on_first("the step of the model, at make_private", lambda: model.step)
-        self.copy_ledger()
+        copy_ledger(world, self.ledger)
 
     def _share_bits(self) -> None:
         """Let rounding, random operators and probes draw by a key that comes of the noise's; all processes by one."""
         made = self.made
         key = made.world.on_first("the key of random bits", lambda: made.noise.derived_key(_BITS))
         made.session.take_bits(SecretBits(key, made.world.rank))
-
-    def copy_ledger(self) -> None:
-        """Give every process a ledger like that of rank 0, which alone has a file."""
-        world, ledger = self.made.world, self.ledger
-        *target, state = world.on_first(
-            "the ledger", lambda: (ledger.target_epsilon, ledger.target_delta, ledger.state_dict())
-        )
-        if not world.first:
-            ledger.target_epsilon, ledger.target_delta = target
-            ledger.load_state_dict(state, replays=True)
 
     def _begin(self) -> None:
         """Let all processes draw the same batches in the epoch that begins."""
@@ -325,10 +328,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
         """Record a release that is about to be made, before its data is read."""
-        if self.ledger.departs(purpose, q=q, sigma=sigma):
-            self.renew()
-        self._repeating = self.ledger.repeating
-        self.ledger.spend(purpose, q=q, sigma=sigma)
+        self._payments.spend(self.made.world, self.renew, purpose, q=q, sigma=sigma)
 
     def renew(self) -> None:
         """Take randomness that was never used, for a run that no longer repeats a recorded one; on all processes.
@@ -360,20 +360,12 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def release(self, values: Sequence[Tensor]) -> None:
         """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
-        if self._releases is not None:
-            self._releases.check(*self.ledger.position, values)
-
-    def _check_release(self, values: Sequence[Tensor]) -> None:
-        """`release`, by which rank 0 stops all processes where a repetition differs."""
-        if self._repeating:
-            self.made.world.on_first("the check of a repeated step", lambda: self.release(values))
-        else:
-            self.release(values)
+        self._payments.release(values)
 
     @property
-    def releases(self) -> Releases | None:
-        """The fingerprints of releases beside the ledger's file; rank 0 has them."""
-        return self._releases
+    def releases(self) -> Releases:
+        """The fingerprints of releases, beside the ledger's file if it has one; those of rank 0 are used."""
+        return self._payments.releases
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, in tensors and plain types: see `checkpoint`."""

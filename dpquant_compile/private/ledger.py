@@ -4,47 +4,53 @@ A crash can so leave too much in the ledger, never too little. A resumed run tha
 repeats no spend: each spend belongs to a run, and a run may go once more through its own spends.
 """
 
-import hashlib
 import importlib
-import json
-import math
+import os
 import uuid
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from opacus.accountants import create_accountant
 
-from dpquant_compile.errors import LedgerError, PrivacyBudgetError, PrivacySpecError
+from dpquant_compile.errors import LedgerError, PrivacyBudgetError
 from dpquant_compile.private.accounting import (
     Entry,
     Headroom,
     History,
     Record,
+    Target,
     between,
     check_accountant,
     check_delta,
-    check_number,
+    check_target,
     composed_epsilon,
     gathered,
     opacus_accountant,
     total_steps,
 )
-from dpquant_compile.private.files import write_whole
+from dpquant_compile.private.ledger_file import Contents, LedgerFile, checked_caveats, read_contents, resolved
+from dpquant_compile.private.ledger_state import LedgerState
+from dpquant_compile.private.statement import statement
 
 __all__ = ["Entry", "Ledger"]
-
-VERSION = 1
-
-Target = tuple[float | None, float | None]  # (ε, δ), or None twice
 
 
 class Ledger:
     """The privacy spends of a run, in order, and what they cost together.
 
     With a `path` each spend is on disk before `spend` returns, and a ledger made with the same path goes on from
-    there; one process at a time may do so. With a target, a spend that would pass it is refused.
+    there. With a target, a spend that would pass it is refused. `path` becomes the file that it leads to, without
+    symlinks.
+
+    standing  caveats that hold for the spends that follow; each spend records them, on disk in the same write
+
+    Guarantee: a spend that `spend` returned from is never lost, nor is a caveat that was recorded. One ledger at a time
+    has a file open for writing, from its making to `close()`, garbage collection or the end of the process; a second
+    one is refused. A ledger takes spends in the process that made it, not in a forked child. One from `Ledger.read`
+    takes none.
     """
 
     def __init__(
@@ -56,25 +62,46 @@ class Ledger:
     ) -> None:
         check_accountant(accountant)
         self.accountant = accountant
-        self.target_epsilon, self.target_delta = _target(target_epsilon, target_delta)
-        self.path = None if path is None else Path(path)
-        self.caveats: tuple[str, ...] = ()  # sentences that `statement` must not leave out
+        self.target_epsilon, self.target_delta = check_target(target_epsilon, target_delta)
+        self.path = None if path is None else resolved(path)
+        self.standing: tuple[str, ...] = ()
+        self._caveats: tuple[str, ...] = ()  # those that are recorded
         self._record = Record()
         self._run = uuid.uuid4().hex
         self._done = 0  # spends that this run has made, those that it repeated among them
+        self._recorded = 0  # spends of this run that were on record when it was resumed: it repeats those up to there
         self._pending: tuple[Entry, ...] = ()  # recorded spends of this run that it has yet to repeat
-        self._on_disk = b""
+        self._file: LedgerFile | None = None
+        self._refusal: str | None = None  # why nothing can be spent here
         self._headroom: dict[tuple[float, float], Headroom] = {}
         self._epsilons: dict[tuple[History, float], float] = {}
         if accountant == "gdp":
             create_accountant(accountant)  # Opacus says of this one that it can underestimate: let it be heard once
         if self.path is not None:
-            self._open(self.path)
+            self._open(LedgerFile(self.path))
+        _OPEN.add(self)
 
-    def add_caveat(self, text: str) -> None:
-        """Record a sentence that `statement` must not leave out."""
-        if text not in self.caveats:
-            self.caveats += (text,)
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: two ledgers would each count a part of one run's spends."""
+        raise LedgerError("A privacy ledger cannot be copied or pickled. Take its state_dict().")
+
+    def close(self) -> None:
+        """Let other ledgers open the file. What was spent can still be read here; nothing more can be spent."""
+        if self._file is not None:
+            self._file.close()
+        self._refusal = self._refusal or "This privacy ledger was closed. Make a new engine or ledger to go on."
+
+    def check_open(self) -> None:
+        """Raise `LedgerError` unless spends can be recorded here."""
+        if self._refusal is not None:
+            raise LedgerError(f"{self._refusal} Nothing was spent.")
+
+    def disown(self) -> None:
+        """In a forked child: refuse all that follows, since the parent goes on with the same account."""
+        self._refusal = self._refusal or (
+            "This privacy ledger belongs to the parent process, from which this one was forked: spends of the child "
+            "would not reach it. Make an engine of its own in the child, with another ledger_path."
+        )
 
     @property
     def position(self) -> tuple[str, int]:
@@ -86,9 +113,25 @@ class Ledger:
         """All spends in order, equal neighbours merged."""
         return self._record.entries
 
+    @property
+    def purposes(self) -> tuple[str, ...]:
+        """What was spent for, in the order of first spend."""
+        return tuple(dict.fromkeys(entry.purpose for entry in self.entries))
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """The sentences that `statement` must not leave out: those recorded, and those of the spends that follow."""
+        return checked_caveats((*self._caveats, *self.standing))
+
+    def add_caveat(self, text: str) -> None:
+        """Record a sentence that `statement` must not leave out, also in the file; one that is there stays one."""
+        self.check_open()
+        self._record_caveats(checked_caveats((*self._caveats, text)))
+
     def set_target(self, target_epsilon: float, target_delta: float) -> None:
         """Set the target of a ledger that has none, also in the file; one that is there is not changed."""
-        target = _target(target_epsilon, target_delta)
+        self.check_open()
+        target = check_target(target_epsilon, target_delta)
         own = (self.target_epsilon, self.target_delta)
         if own == target:
             return
@@ -97,17 +140,22 @@ class Ledger:
                 f"The privacy ledger has the target (ε, δ) = {own} already, and it cannot become {target}: the spends "
                 "so far were allowed under the first. Give the same target, or use another ledger."
             )
-        if self.path is not None:
-            self._write(self.path, self._record, target)
+        self._write(self._record, self._caveats, target)
         self.target_epsilon, self.target_delta = target
         self._headroom.clear()
 
     def check(self, purpose: str, *, q: float, sigma: float, steps: int = 1) -> None:
         """Raise what `spend` would raise, and spend nothing."""
+        self.check_open()
         entry = Entry(purpose, "subsampled_gaussian", q, sigma, steps)
         new = entry.steps - self._repeated(entry)
         if new:
             self._admit(replace(entry, steps=new))
+
+    @property
+    def recorded(self) -> int:
+        """How many spends of this run were on record when it was resumed; it repeats those up to this number."""
+        return self._recorded
 
     @property
     def repeating(self) -> bool:
@@ -125,11 +173,13 @@ class Ledger:
 
         The file, if there is one, has them when this returns. If it raises, nothing is spent.
         """
+        self.check_open()
         entry = Entry(purpose, mechanism, q, sigma, steps)
         repeated = self._repeated(entry)
         pending = between(self._pending, repeated, total_steps(self._pending))
         new = entry.steps - repeated
         if not new:
+            self._record_caveats(self.caveats)
             self._pending = pending
             self._done += repeated
             return
@@ -138,10 +188,11 @@ class Ledger:
         # A spend other than the recorded one that was due: from here on this is another run than the recorded.
         run = uuid.uuid4().hex if pending else self._run
         record = self._record.with_spend(fresh, run)
-        if self.path is not None:
-            self._write(self.path, record, (self.target_epsilon, self.target_delta))
+        caveats = self.caveats
+        self._write(record, caveats, (self.target_epsilon, self.target_delta))
         self._done = new if pending else self._done + entry.steps
-        self._record, self._run, self._pending = record, run, ()
+        self._recorded = 0 if pending else self._recorded
+        self._record, self._caveats, self._run, self._pending = record, caveats, run, ()
         room = self._headroom.get((entry.sigma, entry.q))
         self._headroom.clear()  # what else fits depends on what is spent
         if room is not None:
@@ -155,7 +206,7 @@ class Ledger:
 
     def epsilons(self, delta: float) -> dict[str, float]:
         """ε of each purpose by itself, in the order of first spend. Their sum is more than what all cost together."""
-        return {purpose: self.epsilon(delta, purpose) for purpose in self._purposes()}
+        return {purpose: self.epsilon(delta, purpose) for purpose in self.purposes}
 
     @property
     def opacus_accountant(self) -> Any:
@@ -176,97 +227,101 @@ class Ledger:
         )
 
     def statement(self, delta: float, *, unit: str = "one sample of the dataset", adjacency: str = "add_remove") -> str:
-        """The privacy claim in plain words: whom it protects, what was counted, and what was not.
+        """The privacy claim in plain words: whom it protects, what was counted, what was not, and all caveats.
 
         `adjacency` is "add_remove", which is what the entries stand for; for "replace" there is no number here.
         """
-        if adjacency != "add_remove":
-            raise PrivacySpecError(
-                f"adjacency must be 'add_remove', not {adjacency!r}: the spends are of Poisson-subsampled Gaussian "
-                "mechanisms whose σ is relative to what adding or removing one unit changes. The statement for "
-                "'add_remove' says what follows for replacement."
-            )
-        total = self.epsilon(delta)
-        counted = [self._line(purpose, delta) for purpose in self._purposes()] or ["  nothing: no release was made"]
-        return "\n".join(
-            [
-                f"This run is (ε, δ)-differentially private with ε = {_up(total)} at δ = {delta:g}."
-                if total < math.inf
-                else "This run is not private: something was released without noise, or ε could not be bounded.",
-                "",
-                f"Unit of privacy: {unit}.",
-                f"Adjacency: two datasets are neighbours if one is the other with {unit} added or removed.",
-                "  If the unit is replaced by another instead, that is one removal and one addition: ε is up to twice "
-                f"as large, at a δ of up to (1 + exp(ε)) times {delta:g}.",
-                f"Accountant: {self.accountant} (Opacus), all of the following composed by it at once.",
-                "Counted (ε in brackets is of that part alone; the parts add up to more than the whole):",
-                *counted,
-                "Not counted:",
-                "  - hyperparameter tuning, and other runs on the same data: each spends anew, and is to be composed;",
-                "  - values computed from the data and shown without noise, such as losses, accuracies, gradient norms "
-                "or the sizes of batches;",
-                "  - what finite-precision arithmetic and the source of random bits may give away: the claim is for "
-                "exact real numbers and ideal Gaussian noise;",
-                "  - releases that were not entered here.",
-                *(f"Mind: {caveat}." for caveat in self.caveats),
-            ]
-        )
+        return statement(self, delta, unit, adjacency)
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger at this moment in plain Python types, for a checkpoint."""
-        return {"version": VERSION, **self._record.as_plain(), "run": self._run, "done": self._done}
+        return LedgerState(self._record, self._caveats, self._run, self._done).as_plain()
 
     def load_state_dict(self, state: Mapping[str, Any], *, replays: bool) -> None:
-        """Go back to the moment of `state`, without forgetting what a file has recorded since.
+        """Go back to the moment of `state`, without forgetting what was recorded since.
 
         `replays` is the promise that the run will now make the same releases as before with the same random bits.
         Its recorded spends beyond `state` are then not counted again, as far as it keeps to them in order. Without
-        it everything from here on is new. Without a file the state replaces all entries.
+        it everything from here on is new.
+
+        Guarantee: no spend of this ledger is forgotten, nor one of the state. What the ledger holds must begin with
+        what the state holds; without a file the state may also be ahead, and its spends are taken over. Otherwise
+        `LedgerError` is raised, and nothing changes. Caveats of both stay.
         """
-        try:
-            if state["version"] != VERSION:
-                raise ValueError(f"version {state['version']!r}")
-            then, run, done = Record.from_plain(state), str(state["run"]), int(state["done"])
-            if not 0 <= done <= total_steps(then.spends_of(run)):
-                raise ValueError(f"done {done}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(
-                f"This is not the state of a privacy ledger of version {VERSION} ({type(error).__name__}: {error}). "
-                "Load the checkpoint with the version of dpquant_compile that wrote it."
-            ) from error
-        if self.path is not None and self._record.first(total_steps(then.entries)) != then:
-            raise LedgerError(
-                f"The checkpoint and the privacy ledger {self.path} belong to different runs: the checkpoint has "
-                f"{_summary(then)}, and the ledger does not begin with them; it has {_summary(self._record)}. Use the "
-                "ledger file of the run that wrote the checkpoint."
-            )
-        if self.path is None:
-            self._record = then
+        self.check_open()
+        then = LedgerState.from_plain(state)
+        if self._record.begins_with(then.record):
+            record = self._record
+        elif self._file is None and then.record.begins_with(self._record):
+            record = then.record
+        else:
+            raise LedgerError(self._different(then.record))
+        self._record_caveats(checked_caveats((*self._caveats, *then.caveats)))
+        self._record = record
         self._headroom.clear()
         if replays:
-            spends = self._record.spends_of(run)
-            self._run, self._done, self._pending = run, done, between(spends, done, total_steps(spends))
+            self._resume(then)
         else:
-            self._run, self._done, self._pending = uuid.uuid4().hex, 0, ()
+            self.depart()
+
+    def is_ahead_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether there are spends here that the ledger of this state does not have."""
+        return not LedgerState.from_plain(state).record.begins_with(self._record)
+
+    def mirror(self, state: Mapping[str, Any]) -> None:
+        """Become a copy of the ledger of another process of the same run, from its state.
+
+        Guarantee: if there are spends here that the state lacks, `LedgerError` is raised, and nothing changes.
+        """
+        self.check_open()
+        then = LedgerState.from_plain(state)
+        if self._file is not None or not then.record.begins_with(self._record):
+            raise LedgerError(self._different(then.record))
+        self._record, self._caveats = then.record, checked_caveats((*self._caveats, *then.caveats))
+        self._headroom.clear()
+        self._resume(then)
+
+    def depart(self, run: str | None = None) -> None:
+        """Go on as another run, of this name or a new one: it repeats nothing, and every spend counts."""
+        self.check_open()
+        self._run, self._done, self._recorded, self._pending = run or uuid.uuid4().hex, 0, 0, ()
 
     @classmethod
     def read(cls, path: str | Path) -> "Ledger":
-        """The ledger in an existing file, with the accountant and target that the file names."""
-        header, _, _ = _decode(Path(path))
-        return cls(path=path, **header)
+        """The ledger in an existing file, with the accountant and target that the file names.
 
-    def _purposes(self) -> list[str]:
-        return list(dict.fromkeys(entry.purpose for entry in self.entries))
-
-    def _line(self, purpose: str, delta: float) -> str:
-        parts = gathered(e for e in self.entries if e.purpose == purpose)
-        spent = "; ".join(f"{n} step{'s' * (n != 1)} at q = {q:.6g}, σ = {sigma:.6g}" for sigma, q, n in parts)
-        return f"  - {purpose}: {spent} [ε = {_up(self.epsilon(delta, purpose))}]"
+        It is for reading, also while another process writes the file: a spend raises `LedgerError`.
+        """
+        contents = read_contents(resolved(path))
+        ledger = cls(contents.accountant, None, *contents.target)
+        ledger.path, ledger._record, ledger._caveats = resolved(path), contents.record, contents.caveats
+        ledger._refusal = (
+            f"The privacy ledger {ledger.path} was opened by Ledger.read, for reading. Open it with "
+            "Ledger(accountant, path), or by PrivacyEngine(ledger_path=…), to spend."
+        )
+        return ledger
 
     def _epsilon(self, history: History, delta: float) -> float:
         if (history, delta) not in self._epsilons:
             self._epsilons[history, delta] = composed_epsilon(self.accountant, history, delta)
         return self._epsilons[history, delta]
+
+    def _resume(self, then: LedgerState) -> None:
+        spends = self._record.spends_of(then.run)
+        self._run, self._done, self._recorded = then.run, then.done, total_steps(spends)
+        self._pending = between(spends, then.done, self._recorded)
+
+    def _different(self, then: Record) -> str:
+        own = f"the privacy ledger {self.path}" if self.path else "the privacy ledger of this engine"
+        fix = (
+            "Use the ledger file of the run that wrote the checkpoint."
+            if self.path
+            else "Load it into a new engine, or give both runs the same ledger_path."
+        )
+        return (
+            f"The checkpoint and {own} belong to different runs: the checkpoint has {_summary(then)}, and the ledger "
+            f"does not begin with them; it has {_summary(self._record)}. Nothing was changed. {fix}"
+        )
 
     def _repeated(self, entry: Entry) -> int:
         """How many of the entry's spends are the recorded ones that this run has to make next."""
@@ -295,108 +350,51 @@ class Ledger:
                 "analyses (dpq.plan)."
             )
 
-    def _open(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            raise LedgerError(
-                f"The folder of the privacy ledger {path} does not exist. Make it, or choose another path."
-            )
-        if not path.exists():
-            self._write(path, Record(), (self.target_epsilon, self.target_delta))
-            return
-        header, self._record, self._on_disk = _decode(path)
+    def _open(self, file: LedgerFile) -> None:
+        """Go on from a file, or begin it."""
+        try:
+            self._file = file
+            if file.contents is None:
+                self._write(Record(), (), (self.target_epsilon, self.target_delta))
+            else:
+                self._take(file.contents)
+        except BaseException:
+            file.close()
+            raise
+
+    def _take(self, found: Contents) -> None:
         if self.target_epsilon is None:
-            self.target_epsilon, self.target_delta = header["target_epsilon"], header["target_delta"]
-        here = _header(self.accountant, (self.target_epsilon, self.target_delta))
-        different = [
-            f"{name} is {header[name]!r} there and {here[name]!r} here" for name in here if header[name] != here[name]
-        ]
+            self.target_epsilon, self.target_delta = found.target
+        own = self.accountant, (self.target_epsilon, self.target_delta)
+        pairs = zip(("accountant", "target (ε, δ)"), (found.accountant, found.target), own, strict=True)
+        different = [f"{name} is {there!r} there and {here!r} here" for name, there, here in pairs if there != here]
         if different:
             raise LedgerError(
-                f"The privacy ledger {path} was begun otherwise: {'; '.join(different)}. Use what it has (Ledger.read "
-                "does), or another path for an unrelated run on other data."
+                f"The privacy ledger {self.path} was begun otherwise: {'; '.join(different)}. Use what it has, or "
+                "another path for an unrelated run on other data."
             )
+        self._record, self._caveats = found.record, found.caveats
 
-    def _write(self, path: Path, record: Record, target: Target) -> None:
-        """Replace the file by one with `record`, durably; on failure the old one stays or the new one is whole."""
-        try:
-            found = path.read_bytes()
-        except FileNotFoundError:
-            found = b""
-        if found != self._on_disk:
-            raise LedgerError(
-                f"The privacy ledger {path} changed under this process, which wrote it last with "
-                f"{_summary(self._record)}. One process must own a ledger: end the other one, and open the file anew "
-                "to go on from what it has. Nothing was spent."
-            )
-        data = _encode(_header(self.accountant, target), record)
+    def _record_caveats(self, caveats: tuple[str, ...]) -> None:
+        if caveats != self._caveats:
+            self._write(self._record, caveats, (self.target_epsilon, self.target_delta))
+            self._caveats = caveats
 
-        def placed() -> None:
-            # From here on the file has the spend, whether or not the caller gets to make it. If the folder cannot be
-            # synchronised the caller does not, and the next write takes it out again.
-            self._on_disk = data
-
-        write_whole(path, lambda file: file.write(data), placed)
+    def _write(self, record: Record, caveats: tuple[str, ...], target: Target) -> None:
+        if self._file is not None:
+            self._file.write(Contents(self.accountant, target, record, caveats))
 
 
-def _target(epsilon: float | None, delta: float | None) -> Target:
-    if (epsilon is None) != (delta is None):
-        raise PrivacySpecError(f"A target needs target_epsilon and target_delta, not {epsilon!r} and {delta!r}.")
-    if epsilon is None or delta is None:
-        return None, None
-    number = check_number("target_epsilon", epsilon)
-    if not 0 < number < math.inf:
-        raise PrivacySpecError(f"target_epsilon must be a number above 0, not {epsilon!r}.")
-    return number, check_delta(delta, "target_delta")
+_OPEN: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 
 
-def _header(accountant: str, target: Target) -> dict[str, Any]:
-    return {"accountant": accountant, "target_epsilon": target[0], "target_delta": target[1]}
+def _disown_all() -> None:
+    for ledger in list(_OPEN):
+        ledger.disown()
 
 
-def _up(epsilon: float) -> str:
-    """Four decimals, rounded up: a claim must not be smaller than what was computed."""
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if epsilon < math.inf else "infinite"
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _summary(record: Record) -> str:
     return f"{total_steps(record.entries)} spends by {len({run for _, run in record.runs})} run(s)"
-
-
-def _encode(header: Mapping[str, Any], record: Record) -> bytes:
-    body = {"version": VERSION, **header, **record.as_plain()}
-    checksum = hashlib.sha256(_canonical(body)).hexdigest()
-    return json.dumps({**body, "checksum": checksum}, indent=1).encode()
-
-
-def _canonical(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _decode(path: Path) -> tuple[dict[str, Any], Record, bytes]:
-    """Header, record and bytes of a ledger file; LedgerError unless it is, byte for byte, one that we wrote."""
-    if not path.is_file():
-        raise LedgerError(f"There is no privacy ledger at {path}. Give the path of a file.")
-    data = path.read_bytes()
-    try:
-        body = json.loads(data)
-        version = body["version"]
-        if version == VERSION:
-            header = {name: body[name] for name in ("accountant", "target_epsilon", "target_delta")}
-            record = Record.from_plain(body)
-            if _encode(header, record) == data:
-                return header, record, data
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise LedgerError(_corrupt(path, f"{type(error).__name__}: {error}")) from error
-    if version != VERSION:
-        raise LedgerError(
-            f"The privacy ledger {path} is of version {version!r}, and this release of dpquant_compile reads version "
-            f"{VERSION}. Use the release that wrote it; do not begin a new ledger for the same data."
-        )
-    raise LedgerError(_corrupt(path, "its checksum does not match"))
-
-
-def _corrupt(path: Path, reason: str) -> str:
-    return (
-        f"The privacy ledger {path} is damaged ({reason}). What it recorded has been spent all the same: put back a "
-        "copy of the file, or write down the spends by hand in a new one. Do not begin again from zero."
-    )
