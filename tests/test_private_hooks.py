@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from dpquant_compile.errors import IsolationError
+from dpquant_compile.private.criterion import PrivateCriterion
 
 
 def standardise(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -47,7 +48,7 @@ def test_hooks_on_the_root_are_refused_before_a_sum_is_made(kind: str) -> None:
     x = torch.randn(4, 4)
     handle = HOOKS[kind](model)
     try:
-        with pytest.raises(IsolationError, match=rf"{kind}.*Fix: remove it"):
+        with pytest.raises(IsolationError, match=rf"the {kind} .*Fix: remove it"):
             clipped_sums(model, [x])
         assert all(value is None for value in engine.session.release().values())
     finally:
@@ -84,3 +85,13 @@ def test_evaluation_keeps_its_hooks() -> None:
     model(torch.randn(3, 4))
     handle.remove()
     assert seen == [3]
+
+
+def test_hooks_on_the_private_criterion_are_refused() -> None:
+    criterion = PrivateCriterion(nn.CrossEntropyLoss())
+    handle = criterion.register_forward_hook(lambda m, args, loss: loss * args[0].abs().max())
+    outputs, target = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(IsolationError, match=r"forward hook.*whenever the criterion is called"):
+        criterion(outputs, target)
+    handle.remove()
+    assert criterion(outputs, target) > 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.private.hooks import refuse_hooks
 
 __all__ = ["PrivateCriterion"]
 
@@ -74,6 +75,7 @@ class PrivateCriterion(nn.Module):
         self.reduction: str = reduction
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
         losses = self._checked(args, kwargs)
         if self.reduction == "none":
             return losses

@@ -17,23 +17,23 @@ _KINDS = {
 }
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise `IsolationError` if calling `model` runs hooks, of its own or of all modules, naming one.
+def refuse_hooks(module: nn.Module, what: str = "model") -> None:
+    """Raise `IsolationError` if calling `module` runs hooks, of its own or of all modules, naming one.
 
     Hooks of layers inside are seen in the captured graph, and refused there.
     """
-    for what, hook in _hooks(model):
+    for kind, hook in _hooks(module):
         name = getattr(hook, "__qualname__", type(hook).__name__)
         raise IsolationError(
-            f"{what} {name!r} runs whenever the model is called, outside the graph that is proved to keep samples "
-            "apart: it may use the whole batch. Fix: remove it for private training (handle.remove()), and put what "
-            "it does into the model's forward() or, sample by sample, into the dataset"
+            f"the {kind} {name!r} runs whenever the {what} is called, outside of what is proved or checked to keep "
+            "samples apart: it may use the whole batch. Fix: remove it for private training (handle.remove()), and put "
+            "what it does into the model's forward() or, sample by sample, into the dataset"
         )
 
 
-def _hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
+def _hooks(module: nn.Module) -> Iterator[tuple[str, object]]:
     for attribute, kind in _KINDS.items():
-        for hook in getattr(model, attribute).values():
-            yield f"the {kind} on the model", hook
+        for hook in getattr(module, attribute).values():
+            yield kind, hook
         for hook in getattr(nn_module, f"_global{attribute}").values():
-            yield f"the global {kind} of torch.nn", hook
+            yield f"global {kind}", hook
