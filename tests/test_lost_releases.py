@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ledgers import counts, spent
 from resuming import STEPS, engine_of, epoch, result_of, same
 
@@ -14,7 +15,7 @@ import dpquant_compile as dpq
 from dpquant_compile.errors import LedgerError, PrivateTrainingError
 from dpquant_compile.private import ledger_file
 from dpquant_compile.private.ledger import Ledger
-from dpquant_compile.private.releases import Releases
+from dpquant_compile.private.releases import Releases, fingerprint
 
 
 @pytest.fixture
@@ -307,3 +308,16 @@ def test_a_run_that_began_and_never_spent_is_no_loss(path: Path) -> None:
     releases.begin(ledger.position[0], 2)
     with pytest.raises(LedgerError, match="rolled back"):
         Ledger("rdp", path)
+
+
+def test_a_fingerprint_is_of_values_and_not_of_where_they_lie() -> None:
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    room = torch.cat([torch.zeros(3), x])
+    assert fingerprint([room[3:]]) == fingerprint([x]) == fingerprint([x.clone()])
+    assert fingerprint([x.view(7, 143).t()]) == fingerprint([x.view(7, 143).t().contiguous()])
+    other = x.clone()
+    other[500] = torch.nextafter(x[500], x[500] + 1)
+    last = x.clone()
+    last[-1] += 1
+    found = {fingerprint(values) for values in ([x], [other], [last], [x, x[:3]], [x[:3], x], [])}
+    assert len(found) == 6
