@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.aot import AotGraph, Recorder, lower
@@ -22,7 +22,7 @@ from dpquant_compile.passes.track_batch import batch_size, without_hooks
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["Program", "Programs", "mark_batch_dynamic", "site_axes"]
+__all__ = ["MODULE_INTERNALS", "Program", "Programs", "mark_batch_dynamic", "plain_attributes", "site_axes"]
 
 Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 
@@ -38,6 +38,7 @@ class Program:
     any_batch    whether it holds for all batch sizes, or only for the one it was captured with
     example      arguments of the first call, without their data
     traced_from  the trace it was made of; programs of one trace may be shared between shapes
+    attributes   the numbers and texts that modules held as plain attributes at capture: constants of the graph
     """
 
     base: fx.GraphModule
@@ -46,7 +47,8 @@ class Program:
     rows: dict[str, int]
     any_batch: bool
     example: tuple[Any, Any]
-    traced_from: Any = None
+    traced_from: Any
+    attributes: Mapping[str, Any]
 
 
 class Programs:
@@ -65,6 +67,7 @@ class Programs:
         self._signature = inspect.signature(original.forward)
         self._programs: dict[tuple[Hashable, ...], Program] = {}
         self._traced: dict[Hashable, fx.GraphModule | CaptureError] = {}
+        self._traced_with: dict[Hashable, Mapping[str, Any]] = {}
         self._latest: dict[Hashable, Program] = {}
         self.last_trained: Program | None = None
         # What a privacy engine has compiled of these programs, for the next `make_private` of the same model to find.
@@ -101,9 +104,7 @@ class Programs:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get(self, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Program:
         """The program for this call, captured and prepared if it is the first of its kind."""
-        mode = self._mode()
-        # One program per pattern of frozen parameters: Dynamo guards on it, and gives up after a few.
-        frozen = hash(tuple(parameter.requires_grad for parameter in self.original.parameters()))
+        mode, frozen = self.setting()
         kind = (mode, frozen, _signature(args, kwargs, batch))
         program = self._programs.get(kind) or self._programs.get((*kind, batch))
         if program is None:
@@ -113,6 +114,11 @@ class Programs:
         if self.original.training:
             self.last_trained = program
         return program
+
+    def setting(self) -> tuple[Hashable, Hashable]:
+        """The modes of all modules, and which parameters are frozen: what other programs are captured for."""
+        # One program per pattern of frozen parameters: Dynamo guards on it, and gives up after a few.
+        return self._mode(), hash(tuple(parameter.requires_grad for parameter in self.original.parameters()))
 
     @property
     def latest(self) -> Program | None:
@@ -133,6 +139,7 @@ class Programs:
         """Forget all graphs; the next forward captures the model as it then is."""
         self._programs.clear()
         self._traced.clear()
+        self._traced_with.clear()
         self._latest.clear()
         self.private.clear()
         self.last_trained = None
@@ -157,6 +164,7 @@ class Programs:
         kind = (self._mode(), given)
         if kind not in self._traced:
             gm = capture_fx(self.original, given)
+            self._traced_with[kind] = plain_attributes(self.original)
             self._traced[kind] = gm if isinstance(gm, CaptureError) else pipeline.canonical(gm, self.log)
         return self._traced[kind]
 
@@ -178,13 +186,16 @@ class Programs:
             torch.backends.mha.set_fastpath_enabled(quick)
 
     def _prepared(self, kind: tuple[Hashable, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        gm, any_batch, traced = self._trace(self._given(args, kwargs)), True, False
+        given = self._given(args, kwargs)
+        gm, any_batch, traced = self._trace(given), True, False
+        attributes = self._traced_with[self._mode(), given]
         if not isinstance(gm, CaptureError):
             wrong = _disagreement(self.original, gm, args, kwargs)
             traced = wrong is None
             gm = gm if wrong is None else CaptureError(wrong)
         source = gm
         if isinstance(gm, CaptureError):
+            attributes = plain_attributes(self.original)
             captured, any_batch = capture_dynamo(
                 self.original, *_at_least_two((args, kwargs), batch_size(args, kwargs))
             )
@@ -202,7 +213,7 @@ class Programs:
         table, rows = self._link(collect_sites(gm))
         switched = pipeline.rewritten(gm, table, rows, str(self.spec.recipe), self.log)
         example = tree_map(_without_data, (tuple(args), dict(kwargs)))
-        return Program(gm, switched, self.compile(switched), rows, any_batch, example, source)
+        return Program(gm, switched, self.compile(switched), rows, any_batch, example, source, attributes)
 
     def compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """What runs `gm`: the graph itself, or torch.compile of it by way of AOTAutograd."""
@@ -213,6 +224,19 @@ class Programs:
 
 
 _NONE = object()
+_PLAIN = (bool, int, float, complex, str, bytes)
+MODULE_INTERNALS = frozenset(vars(nn.Module()))  # what torch keeps in every module: hooks, modes, parameters
+
+
+def plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """The numbers and texts that modules hold as plain attributes, those in lists, tuples and dicts too."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, value in vars(module).items():
+            if name not in MODULE_INTERNALS:
+                leaves = tree_flatten_with_path(value)[0]
+                found |= {f"{prefix}.{name}{keystr(at)}".lstrip("."): v for at, v in leaves if isinstance(v, _PLAIN)}
+    return found
 
 
 def _is_default(value: Any, default: Any) -> bool:

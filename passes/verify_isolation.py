@@ -4,18 +4,22 @@ Every tensor is in one of these states while the graph runs on fake tensors:
 
     BatchAxis  made of the batch; what lies at sample i along the axis is a function of sample i alone
     Shared     made without the batch, and alike for all samples: along an axis (`cls.expand(B, -1, -1)`), or in all its
-               elements (`zeros(B, n)`; independent random draws count as alike)
+               elements (`zeros(B, n)`)
     Rows       the numbers of the samples, `arange(B)`, which may pick a sample's own row and nothing else
     None       any other constant: parameters, buffers, `eye(B)`. It must not lie along the batch
     Mixed      elements of several samples may have gone into one; remembers the operator that did it first
 
 A Mixed value may exist. It is an error where it reaches an output, from which all gradients come, or state.
+
+Random numbers are like data: a draw with a row for each sample is the samples' own. One that samples share is Mixed:
+it is made anew in each micro-batch, so which samples share it depends on how many others there are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
@@ -67,7 +71,7 @@ def verify_isolation(
     constants that are alike for all samples, meta["expanded_batch"], where the batch lies in them.
     Refused are outputs, and writes into parameters, buffers or inputs, that samples were mixed in; any write of the
     batch into state, which would carry samples to later batches; and what has no rule, since nothing proves it.
-    The size of the batch itself is taken as public. Dropout and other random numbers are independent draws.
+    The size of the batch itself is taken as public. Random numbers must be drawn for each sample, as dropout does.
     Requires: `canonicalize`; `track_batch` for the choice of inputs that are the batch, without which all with the
     batch's size in dimension 0 are; the graph of the mode (train or eval) that is to be proved.
     Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
@@ -99,7 +103,7 @@ def _batch_leaves(node: fx.Node, value: Any, alike: set[int]) -> Iterator[Any]:
 
 
 def _run(gm: fx.GraphModule, inputs: Inputs, chosen: set[int], actual: int, probe: int) -> "_Prover":
-    prover = _Prover(gm, _Isolation(probe), actual)
+    prover = _Prover(gm, _Isolation(probe, certain=probe in PROBES), actual)
     run_on_fakes(prover, inputs, chosen)
     prover.settle()
     return prover
@@ -130,6 +134,7 @@ _FIXES = (
     ("hook", "remove the hook"),
     ("autograd.Function", "use operators of PyTorch's"),
     ("attention", "pass inputs batch first, and set batch_first=True"),
+    ("random numbers", "draw a row for each sample, as torch.rand_like(x) or dropout on x does"),
     ("loss", "return the logits, and compute the loss by the criterion given to make_private"),
 )
 
@@ -213,8 +218,10 @@ def _beyond_operators(gm: fx.GraphModule, node: fx.Node) -> str | None:
 class _Isolation(_Tracker):
     """Keeps the state of every tensor that an operator makes, and the writes of the batch into what outlives it."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, certain: bool = True) -> None:
+        """`certain`: no dimension has the size of the batch by chance."""
         super().__init__(batch)
+        self._certain = certain
         self.writes: list[tuple[Mixed, str]] = []
         self._kept: dict[int, str] = {}  # memory of parameters, buffers and constant inputs
         self._node: Any = None
@@ -280,6 +287,12 @@ class _Isolation(_Tracker):
         return result
 
     def _state(self, func: Any, call: OpCall, states: list[State]) -> State:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            source = next(iter(states), None)
+            if call.name in rules.BY_SHAPE and isinstance(source, BatchAxis):
+                return source
+            if call.name in rules.BY_SHAPE or not any(isinstance(state, BatchAxis | Mixed) for state in states):
+                return self._drawn(func, call.output)
         if call.name in rules.BY_SHAPE:
             return Shared()
         mixed = [state for state in states if isinstance(state, Mixed)]
@@ -289,6 +302,14 @@ class _Isolation(_Tracker):
             return self._constant(func, call, states)
         axis = self._axis(func, call)
         return axis if isinstance(axis, BatchAxis) else self.mixed(axis or Lost("the batch is lost"), str(func))
+
+    def _drawn(self, func: Any, value: Tensor) -> State:
+        """The state of random numbers that were drawn without the batch: rows of the samples, or shared by them."""
+        dims = [dim for dim, size in enumerate(value.shape) if size > 0 and size % self.batch == 0]
+        if self._certain and len(dims) == 1:
+            return BatchAxis(dims[0], 1, value.shape[dims[0]] // self.batch)
+        reason = "random numbers that the samples of a micro-batch share: who shares them depends on the others"
+        return self.mixed(Lost(reason), str(func))
 
     def _constant(self, func: Any, call: OpCall, states: list[State]) -> State:
         """The state of what is made without the batch."""

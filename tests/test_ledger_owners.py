@@ -245,3 +245,11 @@ def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.json").symlink_to(tmp_path / "ledger.json")
     with pytest.raises(LedgerError, match="leads to no file"):
         Ledger("rdp", tmp_path / "ledger.json")
+
+
+def test_a_ledger_with_two_names_is_refused(tmp_path: Path) -> None:
+    Ledger("rdp", tmp_path / "a.json").close()
+    (tmp_path / "b.json").hardlink_to(tmp_path / "a.json")
+    for name in ("a.json", "b.json"):
+        with pytest.raises(LedgerError, match="hard link"):
+            Ledger("rdp", tmp_path / name)

@@ -321,3 +321,13 @@ def test_a_fingerprint_is_of_values_and_not_of_where_they_lie() -> None:
     last[-1] += 1
     found = {fingerprint(values) for values in ([x], [other], [last], [x, x[:3]], [x[:3], x], [])}
     assert len(found) == 6
+
+
+def test_two_runs_with_one_seed_are_not_added_up(tmp_path: Path) -> None:
+    """Their noise is the same: it would cancel in the difference of what they release."""
+    with engine_of(tmp_path) as first:
+        epoch(first)
+    with engine_of(tmp_path) as second, pytest.raises(PrivateTrainingError, match=r"same noise.*secure_mode=True"):
+        epoch(second)
+    with engine_of(tmp_path, secure=True) as third:
+        epoch(third)

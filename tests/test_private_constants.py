@@ -79,6 +79,12 @@ def test_declared_constants_are_taken_and_must_stay() -> None:
     torch.testing.assert_close(out, model.fc(x) * 0.5 + shift)
     with pytest.raises(PrivateTrainingError, match=r"'scale'.*another value"):
         model(x, 0.25, shift=shift)
+    for left_out in ({"shift": shift}, {"scale": 1.0, "shift": shift}):  # at its default
+        with pytest.raises(PrivateTrainingError, match=r"'scale' .*(left out|another value)"):
+            model(x, **left_out)
+    for without in ({"scale": 0.5}, {"scale": 0.5, "shift": None}):
+        with pytest.raises(PrivateTrainingError, match=r"'shift' .* left out"):
+            model(x, **without)
     with pytest.raises(PrivateTrainingError, match=r"'scale'.*another value"):
         model(x, True, shift=shift)
     shift.add_(1)  # what was declared was copied
@@ -90,6 +96,7 @@ def test_defaults_and_rows_need_no_declaration() -> None:
     model, _, _ = made_private(Scaled(), 4)
     x = torch.randn(4, 4)
     model(x, 1.0, None)
+    model, _, _ = made_private(Scaled(), 4)
     model(x, torch.rand(4, 1))
 
 
@@ -169,6 +176,78 @@ def test_an_attribute_made_of_the_first_batch_is_refused(name: str) -> None:
     setattr(original, name, x.abs().amax(0)[:3] if name == "shift" else float(x.abs().max()))
     model.recapture()
     with pytest.raises(PrivateTrainingError, match=f"attribute '{name}'.*Fix"):
+        clipped_sums(model, [x])
+
+
+def write_through_data(tensor: Tensor, value: Tensor) -> None:
+    tensor.data.copy_(value)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the first call", "later"])
+@pytest.mark.parametrize("kind", ["frozen parameter", "plain tensor", "tensor in a list"])
+def test_other_tensors_made_of_the_batch_are_refused(kind: str, first: bool) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+            centre = torch.zeros(4)
+            self.frozen = nn.Parameter(centre.clone(), requires_grad=False)
+            self.plain, self.listed = centre.clone(), [centre.clone()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x - self.frozen - self.plain - self.listed[0])
+
+    original = Centred()
+    model, _, _ = made_private(original, 4)
+    x = torch.randn(4, 4)
+    if not first:
+        clipped_sums(model, [x])
+    written = {"frozen parameter": original.frozen, "plain tensor": original.plain}.get(kind, original.listed[0])
+    write_through_data(written, x.mean(0))
+    with pytest.raises(PrivateTrainingError, match=r"changed since make_private.*Fix"):
+        clipped_sums(model, [x])
+
+
+GLOBAL = torch.zeros(3)
+
+
+def test_a_tensor_that_no_module_holds_stays_as_first_read() -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + GLOBAL
+
+    model, _, _ = made_private(Reading(), 4)
+    x = torch.randn(4, 4)
+    clipped_sums(model, [x])
+    GLOBAL.copy_(x.mean(0)[:3])
+    try:
+        with pytest.raises(PrivateTrainingError, match="changed since make_private"):
+            clipped_sums(model, [x])
+    finally:
+        GLOBAL.zero_()
+
+
+def test_a_graph_that_was_captured_with_a_number_of_the_batch_is_refused() -> None:
+    original = Stateful()
+    model, _, _ = made_private(original, 4)
+    x = torch.randn(4, 4)
+    original.factor = float(x.abs().max())
+    with torch.no_grad():
+        model(x)  # captures, and keeps the number
+    original.factor = 1.0
+    with pytest.raises(PrivateTrainingError, match="attribute 'factor'"):
+        clipped_sums(model, [x])
+
+
+def test_whether_an_argument_is_given_is_the_same_in_all_calls() -> None:
+    model, _, _ = made_private(Scaled(), 4)
+    x = torch.randn(4, 4)
+    clipped_sums(model, [x, torch.ones(4, 1)])
+    with pytest.raises(PrivateTrainingError, match=r"argument 'scale'.*in every call, or in none"):
         clipped_sums(model, [x])
 
 

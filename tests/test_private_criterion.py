@@ -307,7 +307,7 @@ def test_target_that_broadcasts_over_the_batch_is_refused() -> None:
 
 def test_loss_that_fails_on_part_of_a_batch_is_refused() -> None:
     weights = torch.rand(B, 1)
-    with pytest.raises(PrivacySpecError, match=r"fails on 3 of the 6 samples.*verify=False"):
+    with pytest.raises(PrivacySpecError, match=r"fails on a part of the batch.*verify=False"):
         PrivateCriterion(Loss(lambda x, y: weights * (x - y).square()))(*PAIR)
 
 

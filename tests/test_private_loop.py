@@ -468,3 +468,58 @@ def test_sums_without_noise_are_not_saved_with_anything() -> None:
         parameters = back if isinstance(back, list) else list(back.parameters())
         assert all(getattr(p, "summed_grad", None) is None for p in parameters)
     assert type(run.model.fc.weight.summed_grad * 1) is Tensor  # else it is a tensor like any
+
+
+CHANGES: dict[str, Any] = {
+    "weights": lambda run: run.model.load_state_dict(run.model.state_dict()),
+    "step": lambda run: setattr(run.model, "step", 77),
+    "policy": lambda run: run.model.set_policy("all"),
+    "mode": lambda run: run.model.norm.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_changes_between_the_micro_batches_of_a_batch(change: str) -> None:
+    """Which of them a sample is in depends on the others."""
+    run = made(n=24, batch=24, max_physical_batch_size=4)
+    batches = iter(run.loader)
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    CHANGES[change](run)
+    x, y = next(batches)
+    with pytest.raises(PrivateTrainingError, match="between two micro-batches"):
+        run.model(x)
+
+
+def test_evaluation_between_micro_batches_changes_nothing() -> None:
+    run, other = (made(n=24, batch=24, max_physical_batch_size=4) for _ in range(2))
+    train(run)
+    for x, y in other.loader:
+        other.optimizer.zero_grad()
+        other.criterion(other.model(x), y).backward()
+        other.model.eval()
+        other.model(x)
+        other.model.train()
+        other.optimizer.step()
+    assert all(map(torch.equal, run.model.parameters(), other.model.parameters()))
+
+
+def test_a_loader_of_an_earlier_make_private_is_refused() -> None:
+    first = made(n=24, batch=24)
+    second = made(engine=first.engine, n=24, batch=1, data=first.engine.dataset)
+    with pytest.raises(PrivateTrainingError, match="earlier make_private"):
+        next(iter(first.loader))
+    assert not first.engine.ledger.entries
+    train(second)
+
+
+def test_noise_is_for_the_bound_that_the_sum_was_clipped_to() -> None:
+    run = made(max_physical_batch_size=8, max_grad_norm=1.0)
+    x, y = dataset(4).tensors
+    run.optimizer.max_grad_norm = 100.0
+    loss = run.criterion(run.model(x), y)
+    run.optimizer.max_grad_norm = 0.01
+    with pytest.raises(PrivateTrainingError):
+        run.model(dataset(9).tensors[0])  # more than the program holds
+    loss.backward()
+    assert run.engine.session.sensitivity == 100.0

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import dpquant_compile as dpq
 from dpquant_compile.errors import (
     IsolationError,
-    PerSampleGradientError,
     PrivacySpecError,
     PrivateTrainingError,
 )
@@ -87,8 +86,41 @@ def test_gradients_are_autograds(name: str) -> None:
 
 def test_a_random_draw_of_a_parameter_is_refused() -> None:
     compiled, _, _ = made_private(Net(lambda net, x: F.linear(net.fc(x), F.dropout(net.weight, 0.5))), 4)
-    with pytest.raises(PerSampleGradientError, match=r"'weight'.*draws.*Fix"):
+    with pytest.raises(IsolationError, match=r"dropout.*random numbers.*share.*Fix: draw a row for each sample"):
         compiled(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda y: y * torch.rand(1, 1).sign(),
+        lambda y: y * torch.empty([1] * y.ndim).bernoulli_(0.5).div_(0.5),  # stochastic depth by batch
+        lambda y: y + torch.randn(4),
+        lambda y: y + torch.rand(len(y)).mean(),
+        lambda y: y + torch.rand(len(y), 4)[0],
+    ],
+    ids=["a number", "stochastic depth", "a row", "a mean", "one sample's"],
+)
+def test_random_numbers_that_samples_share_are_refused(draw: Any) -> None:
+    """They are drawn anew in each micro-batch: a record more moves others to another one, and so to another draw."""
+    compiled, _, _ = made_private(Net(lambda net, x: draw(net.fc(x))), 4)
+    with pytest.raises(IsolationError, match=r"random|batch"):
+        compiled(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda y: y * torch.rand(len(y), 1),
+        lambda y: y + torch.randn_like(y),
+        lambda y: y * torch.empty(len(y), 1).bernoulli_(0.5),
+        lambda y: F.dropout(y, 0.5),
+    ],
+    ids=["rows", "like", "stochastic depth by row", "dropout"],
+)
+def test_random_numbers_of_each_sample_are_taken(draw: Any) -> None:
+    compiled, _, _ = made_private(Net(lambda net, x: draw(net.fc(x))), 4)
+    assert clipped_sums(compiled, [torch.randn(4, 4)])
 
 
 @pytest.mark.parametrize("inner", ["eager", "inductor"])

@@ -191,6 +191,13 @@ def test_workers_that_drew_ahead_stop_a_run_that_departs(tmp_path: Path) -> None
     engine.renew()  # between epochs nothing is drawn ahead
 
 
+def test_a_replay_that_nothing_checks_is_told() -> None:
+    first, second = engine_of(), engine_of()
+    second.load_state_dict(first.state_dict())
+    assert "noise may have been used twice" in second.ledger.statement(DELTA)
+    assert "used twice" not in first.ledger.statement(DELTA)
+
+
 def test_what_is_not_counted_stays_said() -> None:
     first = engine_of()
     again, third = engine_of(), engine_of()

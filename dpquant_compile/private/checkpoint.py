@@ -162,6 +162,12 @@ _UNCOUNTED = (
 )
 
 
+_UNCHECKED = (
+    "the run went on from a checkpoint with the noise of then, and without a ledger on disk: if it had gone on before, "
+    "nothing shows that its releases since the checkpoint were the same, and noise may have been used twice"
+)
+
+
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
     """Go back to the ledger of a state; whether the run repeats what came after it.
 
@@ -178,6 +184,8 @@ def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool
         replay = False
     elif replay and not same:
         releases.go_on(run, done, size)
+    if replay and ledger.path is None:
+        ledger.add_caveat(_UNCHECKED)
     # "uncounted" is how a checkpoint said so before ledgers recorded caveats.
     if state.get("uncounted") or (ledger.path is None and not replay):
         ledger.add_caveat(_UNCOUNTED)

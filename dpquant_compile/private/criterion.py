@@ -155,16 +155,16 @@ class PrivateCriterion(nn.Module):
                     part = self._unreduced(some_args, some_kwargs)
             except Exception as error:
                 raise PrivacySpecError(
-                    f"{self._name} fails on {len(rows)} of the {size} samples of the batch, so it cannot be seen "
-                    f"whether it keeps samples apart: {error}. If it does, give verify=False"
+                    f"{self._name} fails on a part of the batch, so it cannot be seen whether it keeps samples apart: "
+                    f"{error}. If it does, give verify=False"
                 ) from error
             if part.shape != whole.shape or not torch.allclose(
                 part, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True
             ):
                 raise PrivacySpecError(
-                    f"{self._name} mixes samples: {len(rows)} of the {size} samples have other losses without the rest "
-                    "of the batch. DP-SGD needs a loss that is a function of one sample (are output and target of the "
-                    "same shape?); if it is one but random, give verify=False"
+                    f"{self._name} mixes samples: some have other losses without the rest of the batch. DP-SGD needs a "
+                    "loss that is a function of one sample (are output and target of the same shape?); if it is one "
+                    "but random, give verify=False"
                 )
 
 

@@ -194,7 +194,11 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             max_physical_batch_size=limit,
             poisson_sampling=poisson_sampling,
             listener=lambda micro: holder[0].announce(micro),
-            hooks=Hooks(self._begin, self._pay, lambda: self.agree("at the end of an epoch")),
+            hooks=Hooks(
+                lambda: self._begin(holder[0]),
+                lambda: self._pay(holder[0]),
+                lambda: self.agree("at the end of an epoch"),
+            ),
             sampler_bits=(self._bits or secure_uniform) if secure else None,
             distributed=world.size > 1,
             rand_on_empty=rand_on_empty,
@@ -293,8 +297,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         key = made.world.on_first("the key of random bits", lambda: made.noise.derived_key(_BITS))
         made.session.take_bits(SecretBits(key, made.world.rank))
 
-    def _begin(self) -> None:
+    def _begin(self, session: Session) -> None:
         """Let all processes draw the same batches in the epoch that begins."""
+        self._check_newest(session)
         made = self.made
         if self._bits is not None:
             self._bits.take_key(made.world.on_first("the batches of an epoch", lambda: os.urandom(32)))
@@ -319,8 +324,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """ε of all that was spent, training and analyses, at `delta`."""
         return self.ledger.epsilon(delta)
 
-    def _pay(self) -> None:
-        """Account for a training step before its data is read."""
+    def _check_newest(self, session: Session) -> None:
+        """Refuse a loader of an earlier `make_private`: its batches have another sampling rate than is charged."""
+        if session is not self.made.session:
+            raise PrivateTrainingError(
+                "this loader belongs to an earlier make_private, and batches are charged by the sampling rate of the "
+                "last one. Fix: iterate over the loader that the last make_private returned"
+            )
+
+    def _pay(self, session: Session) -> None:
+        """Account for a training step of this session before its data is read."""
+        self._check_newest(session)
         made = self.made
         sigma = made.optimizer.noise_multiplier
         self.spend("training", q=1.0 if made.session.by_hand else made.sample_rate, sigma=sigma)
@@ -349,8 +363,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         session, optimizer = self.made.session, self.made.optimizer
         if session.draws_random:
             self.ledger.add_caveat(arguments.DRAWS_RANDOM)
-        if session.paid is None:  # batches that did not come from the loader, or a second step for one
-            self._pay()
+        if session.paid is None or session.by_hand:  # batches not of the loader, or a second step for one
+            self._pay(session)
         elif session.paid != optimizer.noise_multiplier:
             raise PrivateTrainingError(
                 f"noise_multiplier is {optimizer.noise_multiplier:g} now, but this batch was accounted for with "

@@ -52,6 +52,11 @@ class LedgerFile:
             )
         if path.exists() and not path.is_file():
             raise LedgerError(_no_ledger(path))
+        if path.exists() and path.stat().st_nlink > 1:
+            raise LedgerError(
+                f"The privacy ledger {path} has another name in its filesystem, a hard link, which would keep what is "
+                "there now while this one goes on. Fix: remove the other name, or make it a symbolic link."
+            )
         self.path = path
         self._lock = FileLock(path)
         self._bytes = b""

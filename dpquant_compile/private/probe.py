@@ -112,7 +112,6 @@ class Probe:
         model = self._internals.original
         was = {module: module.training for module in model.modules()}
         refuse_hooks(self._session.model)
-        self._session.constants.check_buffers()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         model.eval()
         try:
@@ -131,9 +130,12 @@ class Probe:
         args, kwargs = programs.normalise(batch.args, batch.kwargs)
         program = programs.get(args, kwargs, batch_size(args, kwargs))
         given = bind_inputs(program.base, args, kwargs)
-        self._session.constants.check_call(program.base, given, args, kwargs)
+        constants = self._session.constants
+        constants.check_call(program.base, given, args, kwargs, "analysis")
+        read = [str(node.target) for node in program.base.graph.nodes if node.op == "get_attr"]
+        constants.check_read(program.base, read, self._session.parameters)
         if id(program) not in self._proved:
-            self._session.constants.check_attributes()
+            constants.check_attributes(program.attributes)
             step = partial(verify_isolation, args=args, kwargs=kwargs)
             run_passes(program.base, (step,), origin="track_batch", log=programs.log)
             self._proved.add(id(program))

@@ -22,6 +22,11 @@ __all__ = ["Releases", "fingerprint"]
 
 _LINE = re.compile(r"(\S+) (\d+) ([0-9a-f]{16}|dropped|begun|world (\d+))")
 _DROPPED = "dropped"
+_SAME_NOISE = (
+    "this run is about to release the very values of an earlier release in this ledger, so both have the same noise, "
+    "as runs with one seed do. From there on each difference of the two would show data without noise. Fix: "
+    "PrivacyEngine(secure_mode=True), or another seed or noise_generator for each run; to resume, load the checkpoint"
+)
 _ANEW = "load the checkpoint with replay=False, which takes new noise and charges the steps since the checkpoint again"
 
 
@@ -131,6 +136,8 @@ class Releases:
             interrupted = due.number == due.recorded and self._last.get(due.run) == due.number - 1
             if due.number <= due.recorded and not interrupted:
                 raise PrivateTrainingError(self._lost(due))
+            if self.path is not None and value != _DROPPED and value in self._known.values():
+                raise PrivateTrainingError(_SAME_NOISE)
             self._note(due.run, due.number, value)
         elif known != value:
             raise PrivateTrainingError(_differs(due.number, known, value))
@@ -138,7 +145,8 @@ class Releases:
 
     def _note(self, run: str, number: int, value: str) -> None:
         if self.path is not None:
-            _append(self.path, f"{' cut' + chr(10) if self._cut else ''}{run} {number} {value}\n")
+            text, self._cut = f"{' cut' + chr(10) if self._cut else ''}{run} {number} {value}\n", True
+            _append(self.path, text)  # which may fail half-way
             self._cut = False
         self._take(run, number, value)
 

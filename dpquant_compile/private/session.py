@@ -52,6 +52,9 @@ class UnnoisedSum(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return type(None), ()
 
+    def __deepcopy__(self, memo: Any) -> "UnnoisedSum":
+        return self.detach().clone().as_subclass(UnnoisedSum)
+
 
 class Session:
     """Runs a compiled model's training forwards privately.
@@ -91,6 +94,7 @@ class Session:
         self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
         self._forwards = (0, 0)  # (step, forwards of that step so far)
+        self._pinned: Hashable = None  # what all micro-batches of a logical batch must have in common
         self._sums: dict[str, Tensor] = {}
         self.by_hand = False  # whether samples are in the sums that the loader did not draw
         self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
@@ -150,6 +154,8 @@ class Session:
                 "this optimizer belongs to an earlier make_private: the model has been made private anew since, with a "
                 "clipping bound and an account of its own. Fix: use the optimizer that the last make_private returned"
             )
+        if not self._sums:  # a step without a batch: noise alone, for the bound of now
+            self._scale = self.wanted / self.clipping.sensitivity
         self._released, self._open = True, None
         return {name: self._sums.get(name) for name in self.parameters}
 
@@ -174,21 +180,22 @@ class Session:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training forward."""
         refuse_hooks(self.model)
-        self.constants.check_buffers()
         args, kwargs = self.internals.programs.normalise(args, kwargs)
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
-        if self._released:
-            self._scale = self.wanted / self.clipping.sensitivity
+        self._open = None
+        scale = self.wanted / self.clipping.sensitivity if self._released else self._scale
+        self._check_pinned()
         if size == 0:
             args, kwargs = tree_map(self._blank, (args, kwargs))
         program = self._program(args, kwargs, size)
         given = bind_inputs(program.base, args, kwargs)
-        self.constants.check_call(program.base, given, args, kwargs)
+        self.constants.check_call(program.base, given, args, kwargs, "training")
         table = self.internals.begin(self.physical, self._ids(size), self.bits)
-        inputs = self._inputs(program, given, size, table)
+        inputs = self._inputs(program, given, size, table, scale)
         private = self._private(program, inputs, (args, kwargs))
-        call = _Call(self, private, size)
+        self.constants.check_read(program.base, private.attributes, self.parameters)
+        call = _Call(self, private, size, scale)
         apply: Any = _Run.apply
         with self._random_operators(private, table.keys.device):
             flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
@@ -201,7 +208,7 @@ class Session:
         self._open, self._spent = None, True
         if self._released:
             self.forget()
-            self._released = False
+            self._released, self._scale = False, call.scale
         self.by_hand |= self.micro is None
         for name, total in zip(call.program.plan.order, sums, strict=True):
             # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
@@ -239,6 +246,24 @@ class Session:
             raise PrivateTrainingError(
                 "an input of the model requires a gradient. A private program gives none to its inputs: detach it, or "
                 "put what made it into the model"
+            )
+
+    def _check_pinned(self) -> None:
+        """Refuse a micro-batch that other weights, policy or modes are used for than for those that are in the sums.
+
+        Where a batch is cut depends on who is in it: a record more would move others to another side of the change.
+        """
+        now = (self.model.step, self.model.policy, self.internals.programs.setting())
+        if self._released:
+            self._pinned = now
+        elif now != self._pinned:
+            names = ("parameters, or model.step,", "the policy", "train() or requires_grad")
+            held: Any = self._pinned
+            what = next(name for name, a, b in zip(names, held, now, strict=True) if a != b)
+            raise PrivateTrainingError(
+                f"{what} changed between two micro-batches of one logical batch. Which samples are in which of them "
+                "depends on the others, so the change would carry from sample to sample. Fix: make it after the "
+                "optimizer's step at the end of the logical batch, or between epochs"
             )
 
     def _random_operators(self, private: PrivateProgram, device: torch.device) -> AbstractContextManager[None]:
@@ -279,13 +304,13 @@ class Session:
         empty = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 0
         return value.new_zeros((self.physical, *value.shape[1:])) if empty else value
 
-    def _inputs(self, program: Program, given: Sequence[Any], size: int, table: LinkTable) -> Inputs:
+    def _inputs(self, program: Program, given: Sequence[Any], size: int, table: LinkTable, scale: float) -> Inputs:
         placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
         args = [padded(node, value, size, self.physical) for node, value in zip(placeholders, given, strict=True)]
         device = table.keys.device
         real = 0 if self.micro is not None and len(self.micro.ids) == 0 else size
         live = torch.arange(self.physical, device=device) < real
-        bounds = torch.tensor([bound * self._scale for bound in self.clipping.bounds], device=device)
+        bounds = torch.tensor([bound * scale for bound in self.clipping.bounds], device=device)
         return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
 
     def _weights(self, program: Program, table: LinkTable) -> dict[str, Tensor]:
@@ -310,6 +335,7 @@ class Session:
 
     def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         if id(program) not in self._programs:
+            self.constants.check_attributes(program.attributes)
             # Bounds, noise and seeds are no part of a program, so a second run of the same model finds it compiled.
             held = tuple(self.parameters), _tensors(self.internals.original)
             kind = (id(program), self.clipping.mode, self.physical, held)
@@ -323,7 +349,6 @@ class Session:
     def _built(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
         refuse_whole_modules(program.base, trainable)
-        self.constants.check_attributes()
         step = partial(verify_isolation, args=call[0], kwargs=call[1])
         run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
         uses = find_uses(program.base, trainable)
@@ -337,8 +362,8 @@ class Session:
 class _Call:
     """One forward, until its backward."""
 
-    def __init__(self, session: Session, program: PrivateProgram, size: int) -> None:
-        self.session, self.program, self.size = session, program, size
+    def __init__(self, session: Session, program: PrivateProgram, size: int, scale: float) -> None:
+        self.session, self.program, self.size, self.scale = session, program, size, scale
         self.saved: list[Any] | None = None
         self.versions = self._versions()
 
