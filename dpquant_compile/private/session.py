@@ -335,13 +335,13 @@ class Session:
 
     def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         if id(program) not in self._programs:
-            self.constants.check_attributes(program.attributes)
             # Bounds, noise and seeds are no part of a program, so a second run of the same model finds it compiled.
             held = tuple(self.parameters), _tensors(self.internals.original)
             kind = (id(program), self.clipping.mode, self.physical, held)
             kept = self.internals.programs.private
             if kind not in kept:
                 kept[kind] = (program, self._built(program, inputs, call))
+            self.constants.check_attributes(program.attributes)
             self._programs[id(program)] = kept[kind]
             self._used |= set(kept[kind][1].plan.order)
         return self._programs[id(program)][1]
