@@ -4,7 +4,8 @@ if __name__ != "dpquant_compile.backends":
     raise ImportError("import dpquant_compile.backends, not the bare folder `backends`")
 
 # Backends register their kernels when imported; a new one is one file and one line here.
-from dpquant_compile.backends import reference  # noqa: I001  (the reference comes first: others name it)
-from dpquant_compile.backends import compiled, cpu_int8
+from dpquant_compile.backends.reference import emulated  # noqa: I001  (the reference comes first: others name it)
+from dpquant_compile.backends import compiled
+from dpquant_compile.backends.cpu_int8 import kernel
 
-__all__ = ["compiled", "cpu_int8", "reference"]
+__all__ = ["compiled", "emulated", "kernel"]

@@ -16,11 +16,11 @@ from torch._inductor import standalone_compile
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpquant_compile.backends.reference import EmulatedSite
+from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.registry import Kernel, SiteCall, register_kernel
-from dpquant_compile.bits import random_bits, sample_keys
-from dpquant_compile.formats import get_format
-from dpquant_compile.quantize import from_samples, quantize_values, to_samples
+from dpquant_compile.numerics.formats import get_format
+from dpquant_compile.numerics.quantize import from_samples, quantize_values, to_samples
+from dpquant_compile.numerics.random_bits import random_bits, sample_keys
 from dpquant_compile.sites import BatchAxis
 
 __all__ = ["quantize_compiled"]

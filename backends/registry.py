@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import KernelError, RegistryError, listing
-from dpquant_compile.recipe import Recipe
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 __all__ = [

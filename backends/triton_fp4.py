@@ -1,6 +1,6 @@
 """LUQ-FP4 in Triton: quantize and pack, unpack, multiply packed matrices; and which kernel a GPU would run.
 
-    packed, unit = quantize_pack(x, key, samples)          # two codes to a byte, as dpquant_compile/packing.py has them
+    packed, unit = quantize_pack(x, key, samples)          # two codes to a byte, as numerics/packing.py has them
     values = unpack_dequantize(packed, unit, x.shape[-1])
     y = matmul_packed(packed, unit, packed_weight, unit_weight)
 
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpquant_compile.bits import sample_keys
 from dpquant_compile.errors import KernelError
+from dpquant_compile.numerics.random_bits import sample_keys
 
 if TYPE_CHECKING:
     import triton.language as tl

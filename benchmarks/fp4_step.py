@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile import torchvision_compat
-from dpquant_compile.backends import native
+from dpquant_compile.backends.cpu_int8 import build as native
 
 CLASSES = 10
 SHARES = (0, 50, 75, 90, 100)
@@ -275,10 +275,10 @@ def peaks() -> dict[str, float]:
 
 def _int8_peak() -> Callable[[], object]:
     model = nn.Linear(2048, 2048, bias=False)
-    from dpquant_compile.backends.cpu_int8 import CPU_INT8
-    from dpquant_compile.backends.ops import site_call
+    from dpquant_compile.backends.cpu_int8.kernel import CPU_INT8
+    from dpquant_compile.backends.ops.site import site_call
     from dpquant_compile.backends.registry import Shapes, Streams
-    from dpquant_compile.bits import site_keys
+    from dpquant_compile.numerics.random_bits import site_keys
 
     spec = site_call("linear", 0, 0, "luq_fp4/none/cpu_int8", [0, 1, 1, 0, 1, 1])
     streams, kernel = Streams(site_keys(0, 0, ("peak",)), torch.arange(2048)), CPU_INT8.arithmetic

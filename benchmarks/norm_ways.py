@@ -6,7 +6,7 @@
 For the sites of ResNet18, a WideResNet and a transformer, in int8 and in float32: the time by gram matrices and the
 time by gradients that are squared and thrown away, interleaved, medians; which of them the cost model takes; and what
 that costs over the better one. The constants of the model (`_GRAM_COST`, `_SHIFT_COST` in backends/cpu_int8.py and
-backends/per_sample.py) are those for which the last column, added up, is smallest: `--fit` tries others.
+backends/reference/per_sample.py) are those for which the last column, added up, is smallest: `--fit` tries others.
 """
 
 import argparse
@@ -23,13 +23,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dpquant_compile.backends import cpu_int8, native, per_sample
-from dpquant_compile.backends.clipped import FULL_SITE
-from dpquant_compile.backends.int8_plans import sizes_of
-from dpquant_compile.backends.ops import output_shape
+from dpquant_compile.backends.cpu_int8 import build as native
+from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
+from dpquant_compile.backends.cpu_int8.plans import sizes_of
+from dpquant_compile.backends.ops.site import output_shape
+from dpquant_compile.backends.reference import per_sample
+from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams
-from dpquant_compile.bits import site_keys
-from dpquant_compile.recipe import Recipe
+from dpquant_compile.numerics.random_bits import site_keys
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 # Channels, features, size of the map, kernel, stride; a linear has a sequence for a map.

@@ -3,20 +3,20 @@
 from dpquant_compile import errors
 from dpquant_compile.api import compile
 from dpquant_compile.batchnorm import replace_batch_norm
-from dpquant_compile.dynamo_backend import Session, sessions
-from dpquant_compile.formats import Format, format_names, get_format, register_format
 from dpquant_compile.module import CompiledModule
-from dpquant_compile.packing import decode, encode, pack4, unpack4
+from dpquant_compile.numerics.formats import Format, format_names, get_format, register_format
+from dpquant_compile.numerics.packing import decode, encode, pack4, unpack4
+from dpquant_compile.numerics.quantize import quantize
+from dpquant_compile.perf.speedup import Accelerator, Speedup, StageTimes, TotalTimes, estimate_speedup
+from dpquant_compile.perf.stages import measure_stages
 from dpquant_compile.policy import Policy
-from dpquant_compile.private.distributed import init_process_group
-from dpquant_compile.private.engine import PrivacyEngine
-from dpquant_compile.private.ledger import Ledger
-from dpquant_compile.private.plan import plan
-from dpquant_compile.private.scheduler import Scheduler
-from dpquant_compile.quantize import quantize
+from dpquant_compile.privacy.accounting.ledger import Ledger
+from dpquant_compile.privacy.accounting.planning import plan
+from dpquant_compile.privacy.distributed.world import init_process_group
+from dpquant_compile.privacy.engine import PrivacyEngine
+from dpquant_compile.privacy.schedule.scheduler import Scheduler
 from dpquant_compile.sites import Site, SiteTable
-from dpquant_compile.speedup import Accelerator, Speedup, StageTimes, TotalTimes, estimate_speedup
-from dpquant_compile.stages import measure_stages
+from dpquant_compile.torch_compile import Session, sessions
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dpquant_compile.backends.ops import axis_list, geometry_list, site_call
+from dpquant_compile.backends.ops.site import axis_list, geometry_list, site_call
 from dpquant_compile.backends.registry import Choice, choose_kernel
 from dpquant_compile.backends.triton_fp4 import gpu_kernel_for
 from dpquant_compile.policy import Policy

@@ -10,19 +10,19 @@ import torch
 from torch import fx, nn
 
 from dpquant_compile import pipeline
-from dpquant_compile.backends.aot import AotGraph
-from dpquant_compile.bits import RandomBits
-from dpquant_compile.dispatch import Dispatcher, LinkTable
+from dpquant_compile.backends.graph_compile import AotGraph
+from dpquant_compile.engine_interface import Internals, Runner, refuse_grad_samplers
 from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
-from dpquant_compile.formats import get_format
-from dpquant_compile.passes.infra import PassRecord
-from dpquant_compile.passes.insert_switches import axes_of
-from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
-from dpquant_compile.passes.track_batch import batch_size
+from dpquant_compile.link_table import Dispatcher, LinkTable
+from dpquant_compile.numerics.formats import get_format
+from dpquant_compile.numerics.random_bits import RandomBits
+from dpquant_compile.passes.batch.track_batch import batch_size
+from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
+from dpquant_compile.passes.precision.insert_switches import axes_of
+from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
 from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
-from dpquant_compile.runner import Internals, Runner, refuse_grad_samplers
 from dpquant_compile.sites import BatchAxis, Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache

@@ -7,15 +7,15 @@ from typing import Any
 from torch import fx, nn
 
 from dpquant_compile.errors import GraphInvariantError
-from dpquant_compile.passes.canonicalize import canonicalize
-from dpquant_compile.passes.expand_attention import expand_attention
-from dpquant_compile.passes.functionalize import functionalize
-from dpquant_compile.passes.infra import PassRecord, copy_graph, graph_module_over, run_passes
-from dpquant_compile.passes.inline_modules import inline_modules
-from dpquant_compile.passes.insert_switches import LINK_TABLE, insert_switches
-from dpquant_compile.passes.mark_sites import mark_sites
-from dpquant_compile.passes.specialize import specialize
-from dpquant_compile.passes.track_batch import track_batch
+from dpquant_compile.passes.batch.track_batch import track_batch
+from dpquant_compile.passes.canonical.canonicalize import canonicalize
+from dpquant_compile.passes.canonical.expand_attention import expand_attention
+from dpquant_compile.passes.canonical.functionalize import functionalize
+from dpquant_compile.passes.canonical.inline_modules import inline_modules
+from dpquant_compile.passes.canonical.mark_sites import mark_sites
+from dpquant_compile.passes.precision.insert_switches import LINK_TABLE, insert_switches
+from dpquant_compile.passes.precision.specialize import specialize
+from dpquant_compile.passes.runner import PassRecord, copy_graph, graph_module_over, run_passes
 
 __all__ = ["CANONICAL_PASSES", "canonical", "rewritten", "specialised", "tracked"]
 

@@ -11,14 +11,14 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from dpquant_compile import pipeline
-from dpquant_compile.backends.aot import AotGraph, Recorder, lower
-from dpquant_compile.dispatch import LinkTable
+from dpquant_compile.backends.graph_compile import AotGraph, Recorder, lower
 from dpquant_compile.errors import CaptureError, NotCapturedError
+from dpquant_compile.link_table import LinkTable
+from dpquant_compile.passes.batch.track_batch import batch_size, without_hooks
+from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.capture import Snapshot, capture_dynamo, capture_fx
-from dpquant_compile.passes.infra import PassRecord, bind_inputs
-from dpquant_compile.passes.insert_switches import axes_of
-from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
-from dpquant_compile.passes.track_batch import batch_size, without_hooks
+from dpquant_compile.passes.precision.insert_switches import axes_of
+from dpquant_compile.passes.runner import PassRecord, bind_inputs
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 

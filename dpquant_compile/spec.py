@@ -6,7 +6,7 @@ from typing import Any
 
 from dpquant_compile.backends.registry import backend_names
 from dpquant_compile.errors import CompileSpecError, listing
-from dpquant_compile.recipe import Recipe
+from dpquant_compile.numerics.recipe import Recipe
 
 __all__ = ["INNER_COMPILERS", "CompileSpec"]
 

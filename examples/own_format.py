@@ -7,7 +7,7 @@ denser near zero than those of `uniform4`, and less so than the powers of two of
 
 What to notice
 - A format is a grid and a rounding function, `(x, bits, block_dim) -> (q, unit)`, in plain torch. What it must keep to
-  is written at the top of dpquant_compile/rounding.py; the checks below are for the two rules that matter most:
+  is written at the top of numerics/rounding.py; the checks below are for the two rules that matter most:
   rounding has no bias, and no sample's rounding depends on another's.
 - SQNR, the power of a signal over that of its rounding error, tells formats apart without any training. Which is best
   hangs on the signal: evenly spaced levels suit the normal distribution, gradients have heavier tails.

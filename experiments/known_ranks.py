@@ -24,7 +24,7 @@ from estimator_ranks import measured  # type: ignore[import-not-found, unused-ig
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.train import Run
 from dpquant_compile.policy import resolve_budget
-from dpquant_compile.private.estimators import PerSample
+from dpquant_compile.privacy.schedule.estimators import PerSample
 
 
 def ranking(config: RunConfig, turns: int) -> list[tuple[str, float]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.train import Run
-from dpquant_compile.private.loader import MicroBatch
+from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 
 FAR = 1 << 40  # a step that no training reaches: roundings of this experiment are its own
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.private import distributed, ledger_file
-from dpquant_compile.private.distributed import World, call_roll
+from dpquant_compile.privacy.accounting import ledger_file
+from dpquant_compile.privacy.distributed import world as distributed
+from dpquant_compile.privacy.distributed.world import World, call_roll
 
 EPOCHS, DELTA = 3, 1e-5
 

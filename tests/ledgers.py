@@ -3,7 +3,7 @@
 from typing import Any
 
 from dpquant_compile.errors import PrivacyBudgetError
-from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.privacy.accounting.ledger import Ledger
 
 DELTA = 1e-5
 TRAINING = {"q": 0.02, "sigma": 1.0}

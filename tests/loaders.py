@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dpquant_compile.private.loader import MicroBatch, PrivateLoader, private_loader
+from dpquant_compile.privacy.data.poisson_loader import MicroBatch, PrivateLoader, private_loader
 
 N = 40
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from dpquant_compile import pipeline
 from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.capture import capture_dynamo, capture_fx
-from dpquant_compile.passes.infra import PassRecord, run_passes
+from dpquant_compile.passes.runner import PassRecord, run_passes
 
 # Helpers
 

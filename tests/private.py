@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.private import engine as engine_module
-from dpquant_compile.private.clipping import STABILITY
-from dpquant_compile.private.noise import GaussianStream
-from dpquant_compile.private.optimizer import PrivateOptimizer
-from dpquant_compile.private.secret_bits import SecretBits
+from dpquant_compile.privacy import engine as engine_module
+from dpquant_compile.privacy.clipping.bounds import STABILITY
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.optimizer import PrivateOptimizer
+from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 
 SECRET = 77
 

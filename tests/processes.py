@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dpquant_compile as dpq
-from dpquant_compile.private import noise
+from dpquant_compile.privacy.mechanism import gaussian as noise
 
 # The processes are forked off a server that has imported what takes seconds. It does not find files in this folder.
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpquant_compile.bits import site_keys
-from dpquant_compile.quantize import quantize_parts, to_samples
+from dpquant_compile.numerics.quantize import quantize_parts, to_samples
+from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.sites import BatchAxis
 
 FORMATS = ("luq_fp4", "fp8_e5m2", "uniform4", "fp4_e2m1", "fp4_e2m1_nv")

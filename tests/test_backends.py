@@ -13,13 +13,13 @@ from torch import Tensor
 import dpquant_compile as dpq
 from dpquant_compile.backends import registry
 from dpquant_compile.backends.compiled import quantize_compiled
-from dpquant_compile.backends.ops import axis_list, geometry_list, site_call
-from dpquant_compile.backends.reference import REFERENCE_SITE
+from dpquant_compile.backends.ops.site import axis_list, geometry_list, site_call
+from dpquant_compile.backends.reference.emulated import REFERENCE_SITE
 from dpquant_compile.backends.registry import Kernel, backend_names, choose_kernel, register_kernel
-from dpquant_compile.bits import site_keys
 from dpquant_compile.errors import CompileSpecError, FormatError, KernelError, RegistryError
-from dpquant_compile.formats import format_names, get_format
-from dpquant_compile.quantize import quantize_values
+from dpquant_compile.numerics.formats import format_names, get_format
+from dpquant_compile.numerics.quantize import quantize_values
+from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 PLAIN = [name for name in format_names() if get_format(name).block is None]

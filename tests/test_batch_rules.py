@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.errors import RegistryError
-from dpquant_compile.passes import batch_rules
-from dpquant_compile.passes.batch_rules import Axis, Lost, known_operators
-from dpquant_compile.passes.track_batch import _Tracker
+from dpquant_compile.passes.batch import batch_rules
+from dpquant_compile.passes.batch.batch_rules import Axis, Lost, known_operators
+from dpquant_compile.passes.batch.track_batch import _Tracker
 from dpquant_compile.sites import BatchAxis
 
 B = 7

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpquant_compile.bits import ROLES, fold, random_bits, sample_keys, site_keys
+from dpquant_compile.numerics.random_bits import ROLES, fold, random_bits, sample_keys, site_keys
 
 N = 1 << 16
 NAMES = [f"layer{i}.conv" for i in range(100)]

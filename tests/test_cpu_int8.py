@@ -10,18 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
-from dpquant_compile.backends import cpu_int8, native
-from dpquant_compile.backends.conv_tables import backward_table, forward_table
-from dpquant_compile.backends.int8_plans import FORMATS, plan_of, sizes_of, table_of
-from dpquant_compile.backends.int8_weights import packing
-from dpquant_compile.backends.ops import axis_list, site_call
-from dpquant_compile.backends.per_sample import as_weight
-from dpquant_compile.backends.reference import key_of
+from dpquant_compile.backends.cpu_int8 import build as native
+from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
+from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forward_table
+from dpquant_compile.backends.cpu_int8.plans import FORMATS, plan_of, sizes_of, table_of
+from dpquant_compile.backends.cpu_int8.weights import packing
+from dpquant_compile.backends.ops.site import axis_list, site_call
+from dpquant_compile.backends.reference.emulated import key_of
+from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
-from dpquant_compile.bits import site_keys
 from dpquant_compile.explain import explain
-from dpquant_compile.quantize import from_samples, quantize_parts, to_samples
-from dpquant_compile.recipe import Recipe
+from dpquant_compile.numerics.quantize import from_samples, quantize_parts, to_samples
+from dpquant_compile.numerics.random_bits import site_keys
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
 from dpquant_compile.spec import CompileSpec
 

@@ -9,11 +9,12 @@ from private import clipped_sums, made_private
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
-from dpquant_compile.backends import cpu_int8, native
-from dpquant_compile.backends.int8_plans import FORMATS, Sizes, sizes_of, table_of
-from dpquant_compile.backends.ops import axis_list, site_call
+from dpquant_compile.backends.cpu_int8 import build as native
+from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
+from dpquant_compile.backends.cpu_int8.plans import FORMATS, Sizes, sizes_of, table_of
+from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.registry import Operand, Shapes, Streams
-from dpquant_compile.bits import site_keys
+from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.sites import BatchAxis
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))

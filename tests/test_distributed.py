@@ -11,7 +11,7 @@ import torch
 from distributed_workers import EPOCHS
 from processes import Raised, alone, succeeded, together
 
-from dpquant_compile.private.loader import SharedUniform
+from dpquant_compile.privacy.data.poisson_loader import SharedUniform
 
 ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
 

@@ -15,9 +15,9 @@ from test_distributed import close, same
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from dpquant_compile.private import distributed
-from dpquant_compile.private.distributed import World
-from dpquant_compile.private.loader import SharedUniform
+from dpquant_compile.privacy.data.poisson_loader import SharedUniform
+from dpquant_compile.privacy.distributed import world as distributed
+from dpquant_compile.privacy.distributed.world import World
 
 # What runs on each process
 

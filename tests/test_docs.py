@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.backends import native
-from dpquant_compile.backends.ops import axis_list, site_call
+from dpquant_compile.backends.cpu_int8 import build as native
+from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.registry import backend_names, choose_kernel
-from dpquant_compile.private.accounting import ACCOUNTANTS
-from dpquant_compile.private.clipping import CLIPPING
-from dpquant_compile.private.pieces import _RULES
-from dpquant_compile.private.scheduler import MODES
+from dpquant_compile.privacy.accounting.epsilon import ACCOUNTANTS
+from dpquant_compile.privacy.clipping.bounds import CLIPPING
+from dpquant_compile.privacy.clipping.grad_rules import _RULES
+from dpquant_compile.privacy.schedule.scheduler import MODES
 from dpquant_compile.sites import BatchAxis
 
 ROOT = Path(__file__).parents[1]

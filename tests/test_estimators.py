@@ -15,9 +15,9 @@ from test_probe import OUTLIERS, batch_of, cross_entropy, group_of, ordered, row
 from torch import Tensor, nn
 
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.private.estimators import ADJACENCIES, Paper, PerSample, Setting, make_estimator
-from dpquant_compile.private.loader import MicroBatch
-from dpquant_compile.private.probe import Batch, Probe
+from dpquant_compile.privacy.data.poisson_loader import MicroBatch
+from dpquant_compile.privacy.schedule.estimators import ADJACENCIES, Paper, PerSample, Setting, make_estimator
+from dpquant_compile.privacy.schedule.probe import Batch, Probe
 
 NUMBER, PHYSICAL = 2, 6
 IDS = [3, 17, 4, 1001, 8]

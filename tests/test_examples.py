@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import dpquant_compile as dpq
-from dpquant_compile import formats, torchvision_compat
+from dpquant_compile import torchvision_compat
+from dpquant_compile.numerics import formats
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

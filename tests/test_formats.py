@@ -9,10 +9,10 @@ import torch
 from quantizers import FORMATS, KEY, every_format, normal, parts, same_bits
 from torch import Tensor
 
-from dpquant_compile import formats
 from dpquant_compile.errors import FormatError, RegistryError
-from dpquant_compile.formats import Format, format_names, get_format, register_format
-from dpquant_compile.quantize import from_samples, quantize, quantize_values, to_samples
+from dpquant_compile.numerics import formats
+from dpquant_compile.numerics.formats import Format, format_names, get_format, register_format
+from dpquant_compile.numerics.quantize import from_samples, quantize, quantize_values, to_samples
 from dpquant_compile.sites import BatchAxis
 
 LARGEST = {"luq_fp4": 64.0, "fp8_e5m2": 57344.0, "uniform4": 7.0, "fp4_e2m1": 6.0, "fp4_e2m1_nv": 6.0}

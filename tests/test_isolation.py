@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
 from dpquant_compile.errors import CaptureError, IsolationError
-from dpquant_compile.passes.track_batch import track_batch
-from dpquant_compile.passes.verify_isolation import verify_isolation
+from dpquant_compile.passes.batch.track_batch import track_batch
+from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.sites import BatchAxis
 
 B = 6

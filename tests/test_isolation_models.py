@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 from dpquant_compile import torchvision_compat
 from dpquant_compile.batchnorm import replace_batch_norm
 from dpquant_compile.errors import CompileSpecError, IsolationError
-from dpquant_compile.passes import isolation_rules
-from dpquant_compile.passes.isolation_rules import Rows, Shared, tensors
-from dpquant_compile.passes.verify_isolation import Mixed, _Isolation
+from dpquant_compile.passes.batch import isolation_rules
+from dpquant_compile.passes.batch.isolation_rules import Rows, Shared, tensors
+from dpquant_compile.passes.batch.verify_isolation import Mixed, _Isolation
 from dpquant_compile.sites import BatchAxis
 
 # Whole models

@@ -22,7 +22,7 @@ from dpquant_compile.lab import RunConfig, data, expand, find_runs, get_recipe, 
 from dpquant_compile.lab.archive import read_archive
 from dpquant_compile.lab.recipes import register_recipe
 from dpquant_compile.lab.train import Run, train
-from dpquant_compile.private.plan import plan
+from dpquant_compile.privacy.accounting.planning import plan
 
 PUBLISHED = (
     "resnet18-cifar10 resnet18-gtsrb resnet50-gtsrb densenet121-cifar10 densenet121-gtsrb resnet18-emnist bert-snli"

@@ -11,9 +11,9 @@ from ledgers import ANALYSIS, DELTA, TRAINING, counts, exhaust, spent
 from opacus.accountants import PRVAccountant, RDPAccountant
 
 from dpquant_compile.errors import LedgerError, PrivacyBudgetError, PrivacySpecError
-from dpquant_compile.private import accounting
-from dpquant_compile.private import ledger as ledger_module
-from dpquant_compile.private.ledger import Entry, Ledger
+from dpquant_compile.privacy.accounting import epsilon as accounting
+from dpquant_compile.privacy.accounting import ledger as ledger_module
+from dpquant_compile.privacy.accounting.ledger import Entry, Ledger
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import LedgerError, PrivacySpecError, PrivateTrainingError
-from dpquant_compile.private.distributed import World
-from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.privacy.accounting.ledger import Ledger
+from dpquant_compile.privacy.distributed.world import World
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from ledgers import DELTA, TRAINING, counts, exhaust, spent
 
 from dpquant_compile.errors import LedgerError, PrivacyBudgetError
-from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.privacy.accounting.ledger import Ledger
 
 # The file
 
@@ -133,7 +133,7 @@ def test_two_owners_of_one_file(path):
 
 CHILD = """
 import os, sys
-from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.privacy.accounting.ledger import Ledger
 
 for _ in sys.stdin:
     child = os.fork()

@@ -21,7 +21,7 @@ from dpquant_compile.errors import CheckpointError, LedgerError
 from dpquant_compile.lab import RunConfig
 from dpquant_compile.lab.recipes import TrainRecipe, register_recipe
 from dpquant_compile.lab.train import train
-from dpquant_compile.private.ledger import Ledger
+from dpquant_compile.privacy.accounting.ledger import Ledger
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 def script(text: str, *args: Any) -> "subprocess.Popen[str]":
     """A process that runs `text`, which has the ledger's class at hand, and what it prints."""
     begin = "import os, sys, time\nfrom dpquant_compile.errors import LedgerError\n"
-    text = f"{begin}from dpquant_compile.private.ledger import Ledger\n{text}"
+    text = f"{begin}from dpquant_compile.privacy.accounting.ledger import Ledger\n{text}"
     return subprocess.Popen([sys.executable, "-c", text, *map(str, args)], stdout=subprocess.PIPE, text=True)
 
 

@@ -13,9 +13,9 @@ from resuming import STEPS, engine_of, epoch, result_of, same
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import LedgerError, PrivateTrainingError
-from dpquant_compile.private import ledger_file
-from dpquant_compile.private.ledger import Ledger
-from dpquant_compile.private.releases import Releases, fingerprint
+from dpquant_compile.privacy.accounting import ledger_file
+from dpquant_compile.privacy.accounting.ledger import Ledger
+from dpquant_compile.privacy.accounting.replay_check import Releases, fingerprint
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ from private import clipped_sums, made_private
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
-from dpquant_compile.backends import native
+from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.errors import KernelError
-from dpquant_compile.private import program, savings
-from dpquant_compile.private.packed_masks import pack_masks
-from dpquant_compile.private.program import PrivateProgram
-from dpquant_compile.private.uses import read_attribute
+from dpquant_compile.passes.private import free_saved_inputs as savings
+from dpquant_compile.passes.private.pack_relu_masks import pack_masks
+from dpquant_compile.privacy.clipping import program
+from dpquant_compile.privacy.clipping.parameter_uses import read_attribute
+from dpquant_compile.privacy.clipping.program import PrivateProgram
 
 pytestmark = [
     pytest.mark.slow,  # Inductor compiles each of the programs

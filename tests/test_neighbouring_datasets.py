@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.private.estimators import PerSample
-from dpquant_compile.private.secret_bits import SecretBits
+from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
+from dpquant_compile.privacy.schedule.estimators import PerSample
 
 FEATURES, CLASSES, IGNORED = 16, 5, -100
 BOUND = 1.0

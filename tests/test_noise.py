@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import Tensor
 
-from dpquant_compile.bits import ROLES, random_bits, sample_keys, site_keys
 from dpquant_compile.errors import DPQuantError, PrivacySpecError
-from dpquant_compile.private import noise
-from dpquant_compile.private.noise import GaussianStream
+from dpquant_compile.numerics.random_bits import ROLES, random_bits, sample_keys, site_keys
+from dpquant_compile.privacy.mechanism import gaussian as noise
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
 N = 1 << 20
 SIGMAS = 6.0  # chance 2e-9: a secure stream is different every time, and must not fail by bad luck

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpquant_compile import format_names, rounding
-from dpquant_compile.backends.ops import axis_list, geometry_list
-from dpquant_compile.backends.specialised import low_precision_site
-from dpquant_compile.bits import ROLES, fold, site_keys
-from dpquant_compile.quantize import quantize_values
+from dpquant_compile import format_names
+from dpquant_compile.backends.ops.site import axis_list, geometry_list
+from dpquant_compile.backends.ops.specialised_site import low_precision_site
+from dpquant_compile.numerics import rounding
+from dpquant_compile.numerics.quantize import quantize_values
+from dpquant_compile.numerics.random_bits import ROLES, fold, site_keys
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 SITE, CALL, SEED, STEP = 1, 2, 7, 3

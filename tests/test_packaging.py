@@ -184,7 +184,7 @@ def test_dynamo_backend_is_declared(distribution: Distribution) -> None:
     with zipfile.ZipFile(distribution.wheel) as archive:
         declared = configparser.ConfigParser()
         declared.read_string(archive.read(path).decode())
-    assert dict(declared["torch_dynamo_backends"]) == {"dpquant": f"{PACKAGE}.dynamo_backend:dpquant"}
+    assert dict(declared["torch_dynamo_backends"]) == {"dpquant": f"{PACKAGE}.torch_compile:dpquant"}
 
 
 def test_dynamo_backend_loads(distribution: Distribution, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpquant_compile.bits import site_keys
 from dpquant_compile.errors import FormatError
-from dpquant_compile.formats import Format, get_format
-from dpquant_compile.packing import decode, encode, pack4, unpack4
-from dpquant_compile.quantize import quantize_parts
+from dpquant_compile.numerics.formats import Format, get_format
+from dpquant_compile.numerics.packing import decode, encode, pack4, unpack4
+from dpquant_compile.numerics.quantize import quantize_parts
+from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.sites import BatchAxis
 
 FOUR_BIT = ("luq_fp4", "uniform4", "fp4_e2m1", "fp4_e2m1_nv")

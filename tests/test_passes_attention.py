@@ -11,11 +11,11 @@ from models import Attention, GroupNormNet, after, canonical, gradients, program
 from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
-from dpquant_compile.dynamo_backend import _prepare
-from dpquant_compile.passes.expand_attention import expand_attention
-from dpquant_compile.passes.infra import PassResult
-from dpquant_compile.passes.mark_sites import collect_sites
+from dpquant_compile.passes.canonical.expand_attention import expand_attention
+from dpquant_compile.passes.canonical.mark_sites import collect_sites
+from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import SiteTable
+from dpquant_compile.torch_compile import _prepare
 
 KINDS = ("self", "cross", "kv", "kdim")
 B, L, S, H = 3, 4, 5, 2

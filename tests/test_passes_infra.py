@@ -10,9 +10,11 @@ from models import GroupNormNet, canonical, seeded, traced
 from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
-from dpquant_compile.dispatch import LinkTable
 from dpquant_compile.errors import GraphInvariantError
-from dpquant_compile.passes.infra import (
+from dpquant_compile.link_table import LinkTable
+from dpquant_compile.passes.canonical.mark_sites import collect_sites
+from dpquant_compile.passes.precision.insert_switches import insert_switches
+from dpquant_compile.passes.runner import (
     PassRecord,
     PassResult,
     bind_inputs,
@@ -21,8 +23,6 @@ from dpquant_compile.passes.infra import (
     op_name,
     run_passes,
 )
-from dpquant_compile.passes.insert_switches import insert_switches
-from dpquant_compile.passes.mark_sites import collect_sites
 
 RECIPE = "luq_fp4/none/reference"
 

@@ -26,10 +26,10 @@ from models import (
 from torch import Tensor, fx, nn
 
 from dpquant_compile.errors import CaptureError, InplaceAliasError
-from dpquant_compile.passes.canonicalize import canonicalize
-from dpquant_compile.passes.functionalize import functionalize
-from dpquant_compile.passes.inline_modules import inline_modules
-from dpquant_compile.passes.mark_sites import collect_sites
+from dpquant_compile.passes.canonical.canonicalize import canonicalize
+from dpquant_compile.passes.canonical.functionalize import functionalize
+from dpquant_compile.passes.canonical.inline_modules import inline_modules
+from dpquant_compile.passes.canonical.mark_sites import collect_sites
 
 
 class Code(nn.Module):

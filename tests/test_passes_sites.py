@@ -19,7 +19,7 @@ from models import (
 )
 from torch import Tensor, nn
 
-from dpquant_compile.passes.mark_sites import collect_sites, mark_sites
+from dpquant_compile.passes.canonical.mark_sites import collect_sites, mark_sites
 from dpquant_compile.sites import SiteTable
 
 

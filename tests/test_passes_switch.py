@@ -20,15 +20,15 @@ from models import (
 from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
-from dpquant_compile.backends.specialised import low_precision_site
-from dpquant_compile.bits import site_keys
-from dpquant_compile.dispatch import LinkTable
+from dpquant_compile.backends.ops.specialised_site import low_precision_site
 from dpquant_compile.errors import CaptureError
-from dpquant_compile.passes.infra import read_attribute
-from dpquant_compile.passes.insert_switches import insert_switches
-from dpquant_compile.passes.mark_sites import collect_sites
-from dpquant_compile.passes.specialize import specialize
-from dpquant_compile.passes.split_blocks import block_key, lift_tensors, split_blocks
+from dpquant_compile.link_table import LinkTable
+from dpquant_compile.numerics.random_bits import site_keys
+from dpquant_compile.passes.canonical.mark_sites import collect_sites
+from dpquant_compile.passes.precision.insert_switches import insert_switches
+from dpquant_compile.passes.precision.specialize import specialize
+from dpquant_compile.passes.precision.split_blocks import block_key, lift_tensors, split_blocks
+from dpquant_compile.passes.runner import read_attribute
 
 RECIPE = "luq_fp4/none/reference"
 SWITCH = torch.ops.dpquant.site.default

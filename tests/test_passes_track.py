@@ -23,8 +23,8 @@ from models import (
 from torch import Tensor, fx, nn
 
 from dpquant_compile.errors import CaptureError, DPQuantError
-from dpquant_compile.passes.mark_sites import collect_sites
-from dpquant_compile.passes.track_batch import PROBES, batch_size, track_batch
+from dpquant_compile.passes.batch.track_batch import PROBES, batch_size, track_batch
+from dpquant_compile.passes.canonical.mark_sites import collect_sites
 from dpquant_compile.sites import BatchAxis
 
 

@@ -8,9 +8,9 @@ import warnings
 import pytest
 
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
-from dpquant_compile.private import plan as plan_module
-from dpquant_compile.private.ledger import Ledger
-from dpquant_compile.private.plan import Plan, plan
+from dpquant_compile.privacy.accounting import planning as plan_module
+from dpquant_compile.privacy.accounting.ledger import Ledger
+from dpquant_compile.privacy.accounting.planning import Plan, plan
 
 DELTA = 1e-5
 CIFAR10 = {"delta": DELTA, "dataset_size": 50_000, "batch_size": 1024, "epochs": 60}

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import dpquant_compile as dpq
-from dpquant_compile.backends.reference import EmulatedSite
+from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.registry import SiteCall, Streams
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.private.audit import Audit, epsilon_lower_bound, one_run_audit, p_value
-from dpquant_compile.private.clipping import Clipping
-from dpquant_compile.private.noise import GaussianStream
+from dpquant_compile.privacy.accounting.audit import Audit, epsilon_lower_bound, one_run_audit, p_value
+from dpquant_compile.privacy.clipping.bounds import Clipping
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
 DELTA = 1e-5
 BOUND = 0.5

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.privacy.data.criterion import PrivateCriterion
 
 B, C, T = 6, 4, 5
 Make = Callable[[str], Any]

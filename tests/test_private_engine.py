@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrainingError
-from dpquant_compile.private.criterion import PrivateCriterion
-from dpquant_compile.private.optimizer import PrivateOptimizer
+from dpquant_compile.privacy.data.criterion import PrivateCriterion
+from dpquant_compile.privacy.mechanism.optimizer import PrivateOptimizer
 
 FEATURES, CLASSES = 6, 3
 

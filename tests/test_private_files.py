@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from dpquant_compile.private.files import write_whole
+from dpquant_compile.privacy.atomic_file import write_whole
 
 
 def test_a_file_is_made_and_replaced(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from dpquant_compile.errors import IsolationError
-from dpquant_compile.private.criterion import PrivateCriterion
+from dpquant_compile.privacy.data.criterion import PrivateCriterion
 
 
 def standardise(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
-from dpquant_compile.private.loader import MicroBatch
+from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 
 
 @pytest.mark.parametrize("limit", [None, 1, 3, 100])

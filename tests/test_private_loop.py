@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpquant_compile.errors import PrivateTrainingError
-from dpquant_compile.private import session as session_module
-from dpquant_compile.private.noise import GaussianStream
+from dpquant_compile.privacy.clipping import runtime as session_module
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
 
 def sums_of(model: nn.Module) -> dict[str, Tensor]:

@@ -15,14 +15,15 @@ from test_private_replay import BOUND, Mixed, Replay, check_replay, make_replay
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
-from dpquant_compile.backends import per_sample, private_ops
-from dpquant_compile.backends.reference import EmulatedSite
+from dpquant_compile.backends.ops import private_site as private_ops
+from dpquant_compile.backends.reference import per_sample
+from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.registry import SiteCall, Streams
-from dpquant_compile.private import trace
-from dpquant_compile.private.clipping import Clipping
-from dpquant_compile.private.noise import GaussianStream
-from dpquant_compile.private.program import PrivateProgram
-from dpquant_compile.private.session import Session
+from dpquant_compile.privacy.clipping import joint_graph as trace
+from dpquant_compile.privacy.clipping.bounds import Clipping
+from dpquant_compile.privacy.clipping.program import PrivateProgram
+from dpquant_compile.privacy.clipping.runtime import Session
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
 Patch = pytest.MonkeyPatch
 SIGMA = 1.3

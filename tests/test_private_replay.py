@@ -19,7 +19,7 @@ from private import leaves, made_private
 from test_private_gradients import Adapter, ClassToken, Generic, Merged, Norms
 from torch import Tensor, nn
 
-from dpquant_compile.private import trace
+from dpquant_compile.privacy.clipping import joint_graph as trace
 
 BOUND = 0.5
 ROUNDING = 1e-5  # of float32 sums, relative to the bound

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import (
-    IsolationError,
-    PrivacySpecError,
-    PrivateTrainingError,
-)
+from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrainingError
 
 
 class Net(nn.Module):

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
-from dpquant_compile.private.loader import SecurePoissonSampler, private_loader, secure_uniform
+from dpquant_compile.privacy.data.poisson_loader import SecurePoissonSampler, private_loader, secure_uniform
 
 
 def test_each_sample_is_drawn_with_the_sample_rate() -> None:

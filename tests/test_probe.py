@@ -13,12 +13,12 @@ from test_private_engine import made
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpquant_compile.bits import ROLES, fold
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.private.loader import private_loader
-from dpquant_compile.private.probe import Batch, Probe, draw_batch, unpack_pair
-from dpquant_compile.private.session import Session
-from dpquant_compile.quantize import quantize_values
+from dpquant_compile.numerics.quantize import quantize_values
+from dpquant_compile.numerics.random_bits import ROLES, fold
+from dpquant_compile.privacy.clipping.runtime import Session
+from dpquant_compile.privacy.data.poisson_loader import private_loader
+from dpquant_compile.privacy.schedule.probe import Batch, Probe, draw_batch, unpack_pair
 from dpquant_compile.sites import BatchAxis
 
 STEP, GROUPS = -7, 4

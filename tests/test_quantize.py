@@ -12,10 +12,10 @@ from quantizers import FORMATS, KEY, every_format, normal, parts, same_bits
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpquant_compile.bits import random_bits, sample_keys
 from dpquant_compile.errors import FormatError, NonFiniteError
-from dpquant_compile.formats import Format, get_format
-from dpquant_compile.quantize import from_samples, quantize, quantize_parts, quantize_values, to_samples
+from dpquant_compile.numerics.formats import Format, get_format
+from dpquant_compile.numerics.quantize import from_samples, quantize, quantize_parts, quantize_values, to_samples
+from dpquant_compile.numerics.random_bits import random_bits, sample_keys
 from dpquant_compile.sites import BatchAxis
 
 TINY = 2.0**-126

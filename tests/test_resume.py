@@ -13,7 +13,7 @@ from resuming import DELTA, EPOCHS, STEPS, engine_of, epoch, result_of, same
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import CheckpointError, PrivateTrainingError
-from dpquant_compile.private import noise
+from dpquant_compile.privacy.mechanism import gaussian as noise
 
 # Killed and started again
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
-from dpquant_compile.private.estimators import Paper, PerSample
+from dpquant_compile.privacy.schedule.estimators import Paper, PerSample
 
 SITES = tuple(str(i) for i in range(6))
 

@@ -14,8 +14,8 @@ from test_private_engine import Net, dataset, made, train
 from torch import nn
 
 import dpquant_compile as dpq
-from dpquant_compile.private.noise import GaussianStream
-from dpquant_compile.private.secret_bits import SecretBits
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 
 KEY = bytes(range(32))
 NAMES = ("a", "b.c", "head")
@@ -189,7 +189,7 @@ def in_child(read: Any) -> bytes:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_draws_other_noise_in_secure_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpquant_compile.private import noise
+    from dpquant_compile.privacy.mechanism import gaussian as noise
 
     monkeypatch.setattr(noise, "_missing_compiler", lambda: "nothing is compiled in a child")
     stream, seeded = GaussianStream.secure(), GaussianStream.seeded(1)

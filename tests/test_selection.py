@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.private.selection import NORMALISATIONS, draw, lowest, normalised, probabilities
+from dpquant_compile.privacy.schedule.selection import NORMALISATIONS, draw, lowest, normalised, probabilities
 
 # Numbers as noised scores are: finite, of any size that sums do not overflow, and often equal.
 SCORES = st.lists(st.floats(-1e30, 1e30).map(lambda v: float(f"{v:.4g}")), min_size=1, max_size=12)

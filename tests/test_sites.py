@@ -8,7 +8,7 @@ from models import Attention, Functional, GroupNormNet, TextNet, Transposed, can
 from torch import nn
 
 from dpquant_compile.errors import DPQuantError, SiteError
-from dpquant_compile.passes.mark_sites import collect_sites, declared_sites
+from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.sites import BatchAxis, ConvGeometry, Site, SiteTable, Skipped, renumber, select_sites
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.backends import per_sample
+from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.speedup import PAPER_SHARES, STAGES
+from dpquant_compile.perf.speedup import PAPER_SHARES, STAGES
 
 XPU = dpq.Accelerator("XPU-4", 4.0, "a data sheet")
 STEP = dict(forward=4.0, backward=8.0, clip=2.0, noise=0.5, scale=0.25, other_optimizer=0.75, other=0.5)

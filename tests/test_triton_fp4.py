@@ -22,11 +22,11 @@ from torch import Tensor
 
 from dpquant_compile.backends import triton_fp4
 from dpquant_compile.backends.triton_fp4 import NEVER_RUN, gpu_kernel_for
-from dpquant_compile.bits import random_bits, sample_keys, site_keys
 from dpquant_compile.errors import KernelError
-from dpquant_compile.formats import get_format
-from dpquant_compile.packing import decode, encode, pack4, unpack4
-from dpquant_compile.quantize import quantize_parts
+from dpquant_compile.numerics.formats import get_format
+from dpquant_compile.numerics.packing import decode, encode, pack4, unpack4
+from dpquant_compile.numerics.quantize import quantize_parts
+from dpquant_compile.numerics.random_bits import random_bits, sample_keys, site_keys
 from dpquant_compile.sites import BatchAxis
 
 Call = Callable[..., Any]

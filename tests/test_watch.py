@@ -16,8 +16,8 @@ from torch import Tensor
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import PrivacySpecError
-from dpquant_compile.private.history import History
-from dpquant_compile.private.watch import JsonlLog, TensorBoardLog, progress
+from dpquant_compile.privacy.logging import JsonlLog, TensorBoardLog, progress
+from dpquant_compile.privacy.schedule.history import History
 
 FIELDS = {"epoch", "policy", "probabilities", "scores", "analysed", "spent", "epsilon", "epsilons", "delta"}
 
@@ -153,7 +153,7 @@ def test_progress_gives_all_batches_and_is_silent_where_nobody_looks(capsys: pyt
 def test_progress_shows_epsilon_and_policy_and_no_loss(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dpquant_compile.private.watch._EVERY", 0.0)
+    monkeypatch.setattr("dpquant_compile.privacy.logging._EVERY", 0.0)
     engine = engine_of()
     engine.made.session.model.set_policy(["1", "4"])
     for _ in progress(engine, delta=1e-5, title="epoch 7", show=True):
@@ -170,7 +170,7 @@ def test_the_bar_tells_no_size_of_a_batch(capsys: pytest.CaptureFixture[str], mo
     shown = []
     for drawn in ([], list(range(8))):  # no sample, or all that one micro-batch holds
         clock = itertools.count()
-        monkeypatch.setattr("dpquant_compile.private.watch.time.perf_counter", lambda clock=clock: float(next(clock)))
+        monkeypatch.setattr("dpquant_compile.privacy.logging.time.perf_counter", lambda clock=clock: float(next(clock)))
         monkeypatch.setattr(
             UniformWithReplacementSampler, "__iter__", lambda self, drawn=drawn: iter([drawn] * len(self))
         )

@@ -8,7 +8,7 @@ from dpquant_compile.cli.command import DONE, Command
 
 if TYPE_CHECKING:
     from dpquant_compile.cli.output import Output
-    from dpquant_compile.private.plan import Plan
+    from dpquant_compile.privacy.accounting.planning import Plan
 
 __all__ = ["COMMAND"]
 

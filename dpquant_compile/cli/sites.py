@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, output: "Output") -> int:
-    from dpquant_compile.private.arguments import refuse_batch_norm
+    from dpquant_compile.privacy.validate import refuse_batch_norm
 
     model = capture(args.model, args.input, args.data)
     sites = model.sites

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from dpquant_compile.errors import LabError, did_you_mean
-from dpquant_compile.formats import format_names
-from dpquant_compile.private.plan import SIGMA_MEASURE
-from dpquant_compile.private.scheduler import MODES
-from dpquant_compile.private.selection import NORMALISATIONS
-from dpquant_compile.recipe import Outputs
+from dpquant_compile.numerics.formats import format_names
+from dpquant_compile.numerics.recipe import Outputs
+from dpquant_compile.privacy.accounting.planning import SIGMA_MEASURE
+from dpquant_compile.privacy.schedule.scheduler import MODES
+from dpquant_compile.privacy.schedule.selection import NORMALISATIONS
 
 __all__ = ["DECAYS", "OPTIMIZERS", "PRIVACY", "RunConfig"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dpquant_compile.errors import LabError
 from dpquant_compile.lab.config import RunConfig
-from dpquant_compile.private.files import write_whole
+from dpquant_compile.privacy.atomic_file import write_whole
 
 __all__ = ["EpochRow", "RunResult", "find_runs", "read_run", "write_run"]
 

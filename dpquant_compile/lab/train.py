@@ -26,11 +26,11 @@ from dpquant_compile.lab.recipes import TrainRecipe, get_recipe
 from dpquant_compile.lab.results import RESULT, EpochRow, RunResult, read_run, write_run
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.policy import resolve_budget
-from dpquant_compile.private.engine import PrivacyEngine
-from dpquant_compile.private.files import write_whole
-from dpquant_compile.private.plan import plan
-from dpquant_compile.private.scheduler import Scheduler
-from dpquant_compile.private.watch import JsonlLog
+from dpquant_compile.privacy.accounting.planning import plan
+from dpquant_compile.privacy.atomic_file import write_whole
+from dpquant_compile.privacy.engine import PrivacyEngine
+from dpquant_compile.privacy.logging import JsonlLog
+from dpquant_compile.privacy.schedule.scheduler import Scheduler
 
 __all__ = ["Run", "train"]
 

@@ -12,7 +12,7 @@ from torch import fx
 from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.policy import Policy, resolve_policy
 from dpquant_compile.sites import SiteTable
-from dpquant_compile.view.contract import ViewEdge, ViewNode, contract
+from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode, contract
 from dpquant_compile.view.html import render_html
 from dpquant_compile.view.layout import Layout
 from dpquant_compile.view.svg import place, render_svg

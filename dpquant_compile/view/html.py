@@ -9,7 +9,7 @@ from typing import Any
 
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import SiteTable
-from dpquant_compile.view.contract import ViewEdge, ViewNode
+from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode
 from dpquant_compile.view.layout import Layout
 from dpquant_compile.view.svg import ARROWS, STYLE, extent, render_graph
 

@@ -6,7 +6,7 @@ from math import hypot
 
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import SiteTable
-from dpquant_compile.view.contract import ViewEdge, ViewNode
+from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode
 from dpquant_compile.view.layout import Edge, Layout, Point, layout
 
 __all__ = ["ARROWS", "STYLE", "extent", "place", "render_graph", "render_svg"]

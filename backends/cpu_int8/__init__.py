@@ -1,0 +1,1 @@
+"""Exact int8 products on the CPU, in C++."""

@@ -1,0 +1,395 @@
+// Per-sample weight gradients in int8: their norms, their weighted sum, and themselves.
+//
+// The gradient of sample b is G[n][t][c] = Σ_p d[b][p][n] x[b][source[p][t]][c], in codes; units are multiplied in by
+// the caller or at the end. `x` and `d` are codes plus their zero points, pixels by channels.
+
+#include <omp.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "layout.h"
+
+using namespace dpq;
+
+namespace {
+
+struct Problem {
+  int64_t batch, in_pixels, channels, pixels, features, groups, taps;
+  int64_t zero, largest;  // the zero point of the codes, and the largest of code plus zero point
+};
+
+struct Shape : Problem {
+  int64_t terms, columns, rows, steps, blocks;  // of one group: input channels, taps × channels, features
+  explicit Shape(const int64_t* given) {
+    std::memcpy(static_cast<Problem*>(this), given, sizeof(Problem));
+    terms = channels / groups, columns = taps * terms, rows = features / groups;
+    steps = (pixels + 3) / 4;
+    if (steps == 3) steps = DEEP;  // `weigh` has 1, 2 and 4
+    blocks = (columns + NR - 1) / NR;
+  }
+};
+
+// NR columns (tap, channel) of one sample's unfolded input: a panel whose contraction runs over pixels.
+void unfold(const Shape& s, const uint8_t* x, const int32_t* source, int64_t g, int64_t first, int8_t* panel) {
+  const int64_t width = std::min<int64_t>(NR, s.columns - first);
+  int64_t tap[NR], channel[NR];
+  for (int64_t n = 0; n < width; n++) tap[n] = (first + n) / s.terms, channel[n] = (first + n) % s.terms + g * s.terms;
+  const uint8_t zero = uint8_t(s.zero);
+  const bool dense = width == NR && tap[0] == tap[NR - 1];
+  if (!dense) std::memset(panel, 0, s.steps * STEP);
+  for (int64_t k = 0; k < s.steps; k++) {
+    int8_t* to = panel + k * STEP;
+    if (dense) {
+      static const uint8_t nothing[NR] = {};
+      alignas(64) uint8_t signed_rows[4][NR];
+      const uint8_t* rows[4];
+      for (int i = 0; i < 4; i++) {
+        const int64_t p = 4 * k + i;
+        const int32_t pixel = p < s.pixels ? source[p * s.taps + tap[0]] : -1;
+        rows[i] = pixel < 0 ? nothing : signed_rows[i];
+        const uint8_t* from = x + pixel * s.channels + channel[0];
+        if (pixel >= 0)
+          for (int n = 0; n < NR; n++) signed_rows[i][n] = uint8_t(from[n] - zero);
+      }
+      interleave(rows, NR, reinterpret_cast<uint8_t*>(to));
+      continue;
+    }
+    for (int i = 0; i < 4 && 4 * k + i < s.pixels; i++)
+      for (int64_t n = 0; n < width; n++) {
+        const int32_t pixel = source[(4 * k + i) * s.taps + tap[n]];
+        if (pixel >= 0) to[4 * n + i] = int8_t(x[pixel * s.channels + channel[n]] - zero);
+      }
+  }
+}
+
+// Calls use(first row of a tile, valid rows, exact sums) for one block of columns of one sample's gradient.
+template <class Use>
+void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use) {
+  const int depth = safe_depth(panel, s.steps, int(s.largest));
+  int32_t offset[NR];
+  zero_product(panel, s.steps, int(s.zero), offset);
+  const uint8_t* at[MR];
+  Tile tile;
+  for (int64_t r = 0; r < s.rows; r += MR) {
+    for (int i = 0; i < MR; i++) at[i] = rows + std::min(r + i, s.rows - 1) * 4;
+    multiply<0>(tile, {at, &panel, 1, s.steps, 4 * s.rows}, depth);
+    for (int i = 0; i < MR; i++)
+      for (int n = 0; n < NR; n++) tile.sum[i][n] -= offset[n];
+    use(r, int(std::min<int64_t>(MR, s.rows - r)), tile);
+  }
+}
+
+// One group of the output gradients, [batch][steps][features][4]: four pixels of a feature side by side.
+std::unique_ptr<uint8_t[]> interleaved(const Shape& s, const uint8_t* d, int64_t g, int threads) {
+  const int64_t size = s.steps * s.rows * 4;
+  std::unique_ptr<uint8_t[]> all(new uint8_t[s.batch * size + SLACK_BYTES]);
+  const std::vector<uint8_t> padding(s.rows, uint8_t(s.zero));
+#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+  for (int64_t b = 0; b < s.batch; b++)
+    for (int64_t k = 0; k < s.steps; k++) {
+      const uint8_t* rows[4];
+      for (int i = 0; i < 4; i++)
+        rows[i] = 4 * k + i < s.pixels ? d + (b * s.pixels + 4 * k + i) * s.features + g * s.rows : padding.data();
+      interleave(rows, s.rows, all.get() + b * size + k * s.rows * 4);
+    }
+  return all;
+}
+
+// Lower triangle of the gram matrix of `count` rows of `terms` codes, `stride` apart.
+void gram(const Shape& s, const uint8_t* rows, int64_t count, int64_t terms, int64_t stride, std::vector<int8_t>& panel,
+          int32_t* out) {
+  const int64_t steps = (terms + 3) / 4;
+  panel.resize(steps * STEP);
+  Tile tile;
+  for (int64_t first = 0; first < count; first += NR) {
+    const int64_t width = std::min<int64_t>(NR, count - first);
+    const uint8_t* at_column[NR];
+    for (int n = 0; n < NR; n++) at_column[n] = rows + (first + (n < width ? n : 0)) * stride;
+    panel_of_rows(at_column, terms, int(s.zero), panel.data());
+    const int depth = safe_depth(panel.data(), steps, int(s.largest));
+    int32_t offset[NR];
+    zero_product(panel.data(), steps, int(s.zero), offset);
+    const int8_t* columns = panel.data();
+    for (int64_t r = first / MR * MR; r < count; r += MR) {
+      const uint8_t* at[MR];
+      for (int i = 0; i < MR; i++) at[i] = rows + std::min(r + i, count - 1) * stride;
+      multiply(tile, {at, &columns, 1, steps}, depth);
+      for (int64_t i = 0; i < std::min<int64_t>(MR, count - r); i++)
+        for (int64_t n = 0; n < width; n++)
+          out[(r + i) * count + first + n] = int32_t(uint32_t(tile.sum[i][n]) - uint32_t(offset[n]));
+    }
+  }
+}
+
+struct Run { int32_t to, from, length; };
+
+// For each tap, the stretches of output pixels whose input pixels follow one another.
+std::vector<std::vector<Run>> runs(const Shape& s, const int32_t* source) {
+  std::vector<std::vector<Run>> all(s.taps);
+  for (int64_t t = 0; t < s.taps; t++)
+    for (int64_t p = 0; p < s.pixels; p++) {
+      const int32_t at = source[p * s.taps + t];
+      if (at < 0) continue;
+      if (!all[t].empty()) {
+        Run& last = all[t].back();
+        if (last.to + last.length == p && last.from + last.length == at) {
+          last.length++;
+          continue;
+        }
+      }
+      all[t].push_back({int32_t(p), at, 1});
+    }
+  return all;
+}
+
+// Samples whose short contractions are weighed together.
+struct Batch {
+  int64_t size, count = 0;
+  std::vector<int8_t> panels;
+  std::vector<int32_t> offsets;
+  std::vector<float> factors;
+  std::vector<int64_t> samples;
+
+  Batch(int64_t most, int64_t size)
+      : size(size), panels(most * size), offsets(most * NR), factors(most), samples(most) {}
+
+  int8_t* panel(int64_t i) { return panels.data() + i * size; }
+
+  void add(const Shape& s, int64_t sample, float factor) {
+    zero_product(panel(count), s.steps, int(s.zero), offsets.data() + count * NR);
+    factors[count] = factor, samples[count] = sample;
+    count++;
+  }
+};
+
+// What the codes of a sample's gradient stand for. In doubles: a factor times one unit may lie where float32 has few
+// digits, or none.
+std::vector<float> scales(const Shape& s, const float* factors, const float* x_unit, const float* d_unit) {
+  std::vector<float> all(s.batch);
+  for (int64_t b = 0; b < s.batch; b++) all[b] = float(double(factors[b]) * double(x_unit[b]) * double(d_unit[b]));
+  return all;
+}
+
+double squares(const uint8_t* codes, int64_t count, int zero) {
+  int64_t total = 0;
+  for (int64_t start = 0; start < count; start += 1 << 16) {  // pieces whose sums fit 32 bits
+    int32_t sum = 0;
+    for (int64_t i = start; i < std::min<int64_t>(count, start + (1 << 16)); i++)
+      sum += (int32_t(codes[i]) - zero) * (int32_t(codes[i]) - zero);
+    total += sum;
+  }
+  return double(total);
+}
+
+}  // namespace
+
+extern "C" {
+
+// norms[b] = Σ G², by way of the gradient's tiles
+void dpq_norms_direct(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, double* norms,
+                      int threads) {
+  const Shape s(shape);
+  std::fill_n(norms, s.batch, 0.0);
+  for (int64_t g = 0; g < s.groups; g++) {
+    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
+#pragma omp parallel num_threads(threads)
+    {
+      std::vector<int8_t> panel(s.steps * STEP);
+#pragma omp for schedule(dynamic)
+      for (int64_t b = 0; b < s.batch; b++) {
+        double total = 0.0;
+        for (int64_t block = 0; block < s.blocks; block++) {
+          unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel.data());
+          gradient(s, rows.get() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t, int valid, const Tile& tile) {
+            double part[NR] = {};
+            for (int i = 0; i < valid; i++)
+              for (int n = 0; n < NR; n++) part[n] += double(tile.sum[i][n]) * double(tile.sum[i][n]);
+            for (int n = 0; n < NR; n++) total += part[n];
+          });
+        }
+        norms[b] += total;
+      }
+    }
+  }
+}
+
+// norms[b] = Σ G², by way of gram matrices of pixels. Requires: Σ G² < 2^63, and sums of a gram matrix that fit int32.
+void dpq_norms_gram(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, double* norms,
+                    int threads) {
+  const Shape s(shape);
+  const auto stretches = runs(s, source);
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<int32_t> left(s.pixels * s.pixels), right(s.in_pixels * s.in_pixels), sum(s.pixels);
+    std::vector<int8_t> panel;
+#pragma omp for schedule(dynamic)
+    for (int64_t b = 0; b < s.batch; b++) {
+      // Terms of both signs, which cancel: exact in integers, and right modulo 2^64 whatever they come to on the way.
+      uint64_t total = 0;
+      for (int64_t g = 0; g < s.groups; g++) {
+        gram(s, d + b * s.pixels * s.features + g * s.rows, s.pixels, s.rows, s.features, panel, left.data());
+        gram(s, x + b * s.in_pixels * s.channels + g * s.terms, s.in_pixels, s.terms, s.channels, panel, right.data());
+        for (int64_t p = 0; p < s.pixels; p++) {
+          std::fill_n(sum.data(), p + 1, 0);
+          for (int64_t t = 0; t < s.taps; t++) {
+            const int32_t at = source[p * s.taps + t];
+            if (at < 0) continue;
+            const int32_t* from = right.data() + int64_t(at) * s.in_pixels;
+            for (const Run& run : stretches[t]) {
+              if (run.to > p) break;
+              const int64_t many = std::min<int64_t>(run.length, p + 1 - run.to);
+              for (int64_t i = 0; i < many; i++) sum[run.to + i] += from[run.from + i];
+            }
+          }
+          const int32_t* other = left.data() + p * s.pixels;
+          uint64_t twice = 0;
+          for (int64_t q = 0; q < p; q++) twice += uint64_t(int64_t(sum[q]) * int64_t(other[q]));
+          total += 2 * twice + uint64_t(int64_t(sum[p]) * int64_t(other[p]));
+        }
+      }
+      norms[b] = double(total);
+    }
+  }
+}
+
+// The norms of gradients of codes as those of the numbers: times the squares of both units. With `slack`, first comes
+// what float32 matrix products over the batch may be off by, see reference/per_sample.py. Units whose product float32
+// cannot hold make a weight gradient that it cannot hold either: infinite, so that the sample is left out, and counted.
+void dpq_scale_norms(const int64_t* shape, const uint8_t* x, const uint8_t* d, int64_t slack, const float* x_unit,
+                     const float* d_unit, double* norms, int threads) {
+  const Shape s(shape);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t b = 0; b < s.batch; b++) {
+    if (slack) {
+      const int64_t widths[2] = {s.in_pixels * s.channels, s.pixels * s.features};
+      norms[b] += double(s.taps) * 0x1p-26 * squares(x + b * widths[0], widths[0], int(s.zero)) *
+                  squares(d + b * widths[1], widths[1], int(s.zero));
+    }
+    const double unit = double(x_unit[b]) * double(d_unit[b]);
+    norms[b] = unit > double(std::numeric_limits<float>::max()) ? std::numeric_limits<double>::infinity()
+                                                                : norms[b] * (unit * unit);
+  }
+}
+
+// out[n][c][t] = Σ_b factor[b] x_unit[b] d_unit[b] G_b; samples for which that product is NaN are left out
+void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, const float* factors,
+                  const float* x_unit, const float* d_unit, float* out, int threads) {
+  const Shape s(shape);
+  const std::vector<float> scale = scales(s, factors, x_unit, d_unit);
+  const int64_t size = s.steps * STEP, next = s.rows * 4 * s.steps;
+  for (int64_t g = 0; g < s.groups; g++) {
+    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
+#pragma omp parallel num_threads(threads)
+    {
+      Batch quick(s.steps <= DEEP ? s.batch : 0, size), slow(1, size);
+      std::vector<float> total((s.rows + MR) * NR);
+#pragma omp for schedule(dynamic)
+      for (int64_t block = 0; block < s.blocks; block++) {
+        std::fill(total.begin(), total.end(), 0.0f);
+        quick.count = 0;
+        for (int64_t b = 0; b < s.batch; b++) {
+          const float factor = scale[b];
+          if (factor != factor) continue;
+          int8_t* panel = s.steps <= DEEP ? quick.panel(quick.count) : slow.panel(0);
+          unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel);
+          if (s.steps <= DEEP && s.steps <= safe_depth(panel, s.steps, int(s.largest))) {
+            quick.add(s, b, factor);
+            continue;
+          }
+          gradient(s, rows.get() + b * next, panel, [&](int64_t r, int, const Tile& tile) {
+            float* to = total.data() + r * NR;
+            for (int i = 0; i < MR; i++)
+              for (int n = 0; n < NR; n++) to[i * NR + n] += factor * float(tile.sum[i][n]);
+          });
+        }
+        for (int64_t r = 0; r < s.rows && quick.count; r += MR) {
+          Weighted w{{}, next, 4 * s.rows, quick.panels.data(), quick.offsets.data(), quick.factors.data(),
+                     quick.samples.data(), quick.count};
+          for (int j = 0; j < MR; j++) w.rows[j] = rows.get() + std::min(r + j, s.rows - 1) * 4;
+          float sum[MR][NR];
+          std::memcpy(sum, total.data() + r * NR, sizeof sum);
+          if (s.steps == 1) weigh<1>(sum, w);
+          else if (s.steps == 2) weigh<2>(sum, w);
+          else weigh<DEEP>(sum, w);
+          std::memcpy(total.data() + r * NR, sum, sizeof sum);
+        }
+        for (int64_t n = 0; n < std::min<int64_t>(NR, s.columns - block * NR); n++) {
+          const int64_t tap = (block * NR + n) / s.terms, channel = (block * NR + n) % s.terms;
+          for (int64_t r = 0; r < s.rows; r++)
+            out[((g * s.rows + r) * s.terms + channel) * s.taps + tap] = total[r * NR + n];
+        }
+      }
+    }
+  }
+}
+
+// The operands of float32 matrix products over the batch, one product for each tap that meets a pixel, in their order:
+//   left [tap][pixels it meets][batch][features] = factor[b] x_unit[b] d_unit[b] d, right [..][channels] = x
+// Samples whose scale is NaN are zeros. For maps so small that sums of codes would be widened after every product.
+void dpq_tap_rows(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source, const float* factors,
+                  const float* x_unit, const float* d_unit, float* left, float* right, int threads) {
+  const Shape s(shape);
+  const std::vector<float> scale = scales(s, factors, x_unit, d_unit);
+  std::vector<int32_t> from, to;
+  for (int64_t t = 0; t < s.taps; t++)
+    for (int64_t p = 0; p < s.pixels; p++)
+      if (source[p * s.taps + t] >= 0) from.push_back(source[p * s.taps + t]), to.push_back(int32_t(p));
+  const float zero = float(s.zero);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t row = 0; row < int64_t(to.size()) * s.batch; row++) {
+    const int64_t b = row % s.batch;
+    const float factor = scale[b] == scale[b] ? scale[b] : 0.0f;
+    const uint8_t* d_row = d + (b * s.pixels + to[row / s.batch]) * s.features;
+    const uint8_t* x_row = x + (b * s.in_pixels + from[row / s.batch]) * s.channels;
+    for (int64_t n = 0; n < s.features; n++) left[row * s.features + n] = (float(d_row[n]) - zero) * factor;
+    for (int64_t c = 0; c < s.channels; c++) right[row * s.channels + c] = float(x_row[c]) - zero;
+  }
+}
+
+// out[i][t] = grads[place[t]][i], zero where the place is -1: gradients of taps as one of the weight
+void dpq_taps_last(const float* grads, const int64_t* place, int64_t count, int64_t taps, float* out, int threads) {
+  constexpr int64_t PIECE = 512;  // whose results stay in cache until all taps are there
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t start = 0; start < count; start += PIECE) {
+    const int64_t many = std::min(PIECE, count - start);
+    for (int64_t t = 0; t < taps; t++) {
+      float* to = out + start * taps + t;
+      const float* from = grads + place[t] * count + start;
+      if (place[t] < 0)
+        for (int64_t i = 0; i < many; i++) to[i * taps] = 0.0f;
+      else
+        for (int64_t i = 0; i < many; i++) to[i * taps] = from[i];
+    }
+  }
+}
+
+// out[b][n][t][c] = x_unit[b] d_unit[b] G_b
+void dpq_sample_grads(const int64_t* shape, const uint8_t* x, const uint8_t* d, const int32_t* source,
+                      const float* x_unit, const float* d_unit, float* out, int threads) {
+  const Shape s(shape);
+  for (int64_t g = 0; g < s.groups; g++) {
+    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
+#pragma omp parallel num_threads(threads)
+    {
+      std::vector<int8_t> panel(s.steps * STEP);
+#pragma omp for schedule(dynamic)
+      for (int64_t b = 0; b < s.batch; b++)
+        for (int64_t block = 0; block < s.blocks; block++) {
+          unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel.data());
+          const int64_t width = std::min<int64_t>(NR, s.columns - block * NR);
+          const float unit = x_unit[b] * d_unit[b];
+          float* first = out + (b * s.features + g * s.rows) * s.columns + block * NR;
+          gradient(s, rows.get() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t r, int valid, const Tile& tile) {
+            for (int i = 0; i < valid; i++)
+              for (int64_t n = 0; n < width; n++)
+                first[(r + i) * s.columns + n] = unit * float(tile.sum[i][n]);
+          });
+        }
+    }
+  }
+}
+
+}  // extern "C"

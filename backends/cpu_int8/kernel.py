@@ -1,0 +1,292 @@
+"""Exact int8 arithmetic on the CPU: FP4 products that are faster than float32's, not emulated by them.
+
+The codes of `luq_fp4` (0 and ±2^0…±2^6) and `uniform4` (-8…7) fit a signed byte, their products 16 bits, and sums of
+up to 2^17 products 31 bits; longer ones are split. So a product of codes is exact, and the result is that integer times
+the units of its operands:
+
+    y[b] = (Σ codes · codes) as float32 · (unit of sample b · unit of the weight) + bias
+
+What the reference computes in float32 differs from it by float32's rounding alone. Inputs and output gradients are kept
+as bytes, a quarter of their size in float32. Where the contraction is so short that widening the sums would cost more
+than the products, weight gradients are float32 matrix products over the whole batch.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.backends.compiled import quantize_compiled
+from dpquant_compile.backends.cpu_int8 import build
+from dpquant_compile.backends.cpu_int8.plans import FORMATS, Plan, Product, Sizes, empty_samples, layout_of, plan_of
+from dpquant_compile.backends.cpu_int8.weights import packing
+from dpquant_compile.backends.ops.site import output_shape
+from dpquant_compile.backends.reference.clipped_site import FULL_SITE
+from dpquant_compile.backends.reference.emulated import EmulatedSite
+from dpquant_compile.backends.reference.per_sample import as_weight
+from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
+from dpquant_compile.numerics.quantize import from_samples, to_samples
+from dpquant_compile.numerics.random_bits import ROLES, fold_int
+from dpquant_compile.sites import BatchAxis
+
+__all__ = ["CPU_INT8", "Int8Site", "norm_method"]
+
+
+_LONGEST = 1 << 17
+# Contractions up to here are float32 matrix products over the batch, see docs/performance.md.
+_SHORT = 4
+
+
+def norm_method(sizes: Sizes) -> str:
+    """The cheaper way to norms, "gram" or "direct"; the constants are measured, by benchmarks/norm_ways.py."""
+    n, c = sizes.features // sizes.groups, sizes.channels // sizes.groups
+    gram = _GRAM_COST * (sizes.in_pixels**2 * c + sizes.pixels**2 * n) + _SHIFT_COST * sizes.taps * sizes.pixels**2
+    # Grams are int32, and their products are added up in 64 bits, where nothing is lost as long as the sum itself fits.
+    fits = (
+        4096 * max(sizes.taps * c, n) < 2**31 and sizes.features * sizes.taps * c * (4096 * sizes.pixels) ** 2 < 2**63
+    )
+    return "gram" if fits and gram < sizes.pixels * sizes.taps * c * n else "direct"
+
+
+_GRAM_COST = 1.0
+_SHIFT_COST = 4.0
+
+
+class Int8Site:
+    """The products of a quantized site in int8; see `Arithmetic`. Tensors that are not float32 are emulated."""
+
+    def __init__(self) -> None:
+        self._emulated = EmulatedSite(quantize_compiled)
+        self._dense = FULL_SITE
+
+    # Without clipping
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
+        operand, packed = self.operand(x, "input", call, streams), self.packed(weight, call, streams)
+        return self.product(operand, packed, bias, _shapes(x, weight, call), call, streams)
+
+    def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        operand, packed = self.operand(grad, "grad_output", call, streams), self.packed(weight, call, streams)
+        return self.product_grad_input(operand, packed, _shapes(x, weight, call), call, streams)
+
+    def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        shapes = _shapes(x, weight, call)
+        operands = self.operand(x, "input", call, streams), self.operand(grad, "grad_output", call, streams)
+        return self.weighted_grad(*operands, torch.ones(shapes.batch, dtype=torch.float32), shapes, call, streams)
+
+    # Operands
+
+    def operand(self, x: Tensor, role: str, call: SiteCall, streams: Streams) -> Operand:
+        if x.dtype != torch.float32:
+            return self._emulated.operand(x, role, call, streams)
+        axis, conv = call.axis if role == "input" else call.output_axis, call.geometry is not None
+        if (layout := layout_of(tuple(x.shape), x.stride(), axis, conv)) is None:
+            x = to_samples(x.detach(), axis).contiguous()
+            layout = layout_of(tuple(x.shape), x.stride(), BatchAxis(0), conv)
+        codes, unit = self.empty_operand(x, call, streams.samples.shape[0])
+        if layout is None:  # no elements
+            unit.fill_(torch.finfo(torch.float32).tiny)
+        else:
+            self._quantize(x, layout, _key(role, call, streams), streams.samples, call, codes, unit)
+        return Operand(codes, unit)
+
+    def packed(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
+        if weight.dtype != torch.float32:
+            return self._emulated.packed(weight, call, streams)
+        blob, codes = self.empty_packed(weight, call), FORMATS[call.recipe.format]
+        count, order, load = weight.numel(), packing(tuple(weight.shape), call.geometry), build.load()
+        numbers, by_tap = torch.empty(count + load.slack, dtype=torch.uint8), torch.empty(count, dtype=torch.int8)
+        key, only = int(streams.keys[call.site, ROLES.index("weight")]), torch.zeros(1, dtype=torch.int64)
+        unit, shape = blob[:4].view(torch.float32), build.numbers(1, 1, count, count, 1, 1, 1, 1)
+        self._quantize(weight.detach().contiguous(), shape, key, only, call, numbers, unit)
+        taps = math.prod(weight.shape[2:])
+        load("by_tap", numbers, count // taps, taps, codes.zero, by_tap)
+        order.fill(blob, by_tap, codes)
+        return blob
+
+    def empty_operand(self, x: Tensor, call: SiteCall, batch: int) -> Operand:
+        if x.dtype != torch.float32:
+            return self._emulated.empty_operand(x, call, batch)
+        size = x.numel() + build.load().slack
+        return Operand(torch.empty(size, dtype=torch.uint8, device=x.device), x.new_empty(batch))
+
+    def empty_packed(self, weight: Tensor, call: SiteCall) -> Tensor:
+        if weight.dtype != torch.float32:
+            return self._emulated.empty_packed(weight, call)
+        return torch.empty(packing(tuple(weight.shape), call.geometry).size, dtype=torch.uint8, device=weight.device)
+
+    # Products
+
+    def product(
+        self, x: Operand, packed: Tensor, bias: Tensor | None, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        if x.codes.dtype != torch.uint8:
+            return self._emulated.product(x, packed, bias, shapes, call, streams)
+        plan = plan_of(shapes, call)
+        out = empty_samples(shapes.y, call.output_axis, call.geometry is not None)
+        bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        self._product(plan.forward, self._read(x.codes, plan), packed, x.unit, bias, out)
+        return out if call.geometry is not None else from_samples(out, call.output_axis, shapes.y)
+
+    def product_grad_input(
+        self, grad: Operand, packed: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        if grad.codes.dtype != torch.uint8:
+            return self._emulated.product_grad_input(grad, packed, shapes, call, streams)
+        out = empty_samples(shapes.x, call.axis, call.geometry is not None)
+        self._product(plan_of(shapes, call).backward, grad.codes, packed, grad.unit, None, out)
+        return out if call.geometry is not None else from_samples(out, call.axis, shapes.x)
+
+    def sample_norms(
+        self, x: Operand, grad: Operand, shapes: Shapes, method: str, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        if x.codes.dtype != torch.uint8:
+            return self._emulated.sample_norms(x, grad, shapes, method, call, streams)
+        plan, load = plan_of(shapes, call), build.load()
+        if plan.sizes.pixels > _LONGEST:
+            return self._dense.sample_norms(*self._values(x, grad, shapes, call), shapes, method, call, streams)
+        norms = torch.empty(shapes.batch, dtype=torch.float64)
+        if norm_method(plan.sizes) == "gram":
+            load("norms_gram", plan.problem, x.codes, grad.codes, plan.table.source, norms)
+        else:
+            codes = self._read(x.codes, plan)
+            load("norms_direct", plan.read_problem, codes, grad.codes, plan.read_table.source, norms)
+        short = int(plan.sizes.pixels <= _SHORT)
+        load("scale_norms", plan.problem, x.codes, grad.codes, short, x.unit, grad.unit, norms)
+        return norms
+
+    def sample_grads(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall, streams: Streams) -> Tensor:
+        if x.codes.dtype != torch.uint8:
+            return self._emulated.sample_grads(x, grad, shapes, call, streams)
+        plan = plan_of(shapes, call)
+        if plan.sizes.pixels > _LONGEST:
+            return self._dense.sample_grads(*self._values(x, grad, shapes, call), shapes, call, streams)
+        sizes = (shapes.batch, plan.sizes.features, math.prod(shapes.weight[1:]))
+        out = torch.empty(sizes, dtype=torch.float32)
+        codes, table = self._read(x.codes, plan), plan.read_table
+        build.load()("sample_grads", plan.read_problem, codes, grad.codes, table.source, x.unit, grad.unit, out)
+        return out
+
+    def weighted_grad(
+        self, x: Operand, grad: Operand, factors: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
+    ) -> Tensor:
+        if x.codes.dtype != torch.uint8:
+            return self._emulated.weighted_grad(x, grad, factors, shapes, call, streams)
+        plan = plan_of(shapes, call)
+        if plan.sizes.pixels > _LONGEST:
+            values = self._values(x, grad, shapes, call)
+            return self._dense.weighted_grad(*values, factors, shapes, call, streams)
+        scales = factors.to(torch.float32).contiguous(), x.unit, grad.unit
+        if plan.sizes.pixels <= _SHORT:
+            return self._weighted_by_tap(x.codes, grad.codes, scales, plan)
+        out, codes = torch.empty(shapes.weight, dtype=torch.float32), self._read(x.codes, plan)
+        build.load()("weighted", plan.read_problem, codes, grad.codes, plan.read_table.source, *scales, out)
+        return as_weight(out.flatten(1), shapes.weight) if plan.packing.unfolds else out
+
+    def sample_factors(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Tensor, Tensor]:
+        if x.codes.dtype == torch.uint8:
+            x, grad = self._values(x, grad, shapes, call)
+        return self._dense.sample_factors(x, grad, shapes, call)
+
+    # The parts of it
+
+    def _quantize(
+        self, x: Tensor, layout: build.Numbers, key: int, samples: Tensor, call: SiteCall, out: Tensor, unit: Tensor
+    ) -> None:
+        number = FORMATS[call.recipe.format].number
+        build.load()("quantize", x.data_ptr(), layout, key, samples, number, out, unit)
+
+    def _product(
+        self, product: Product, codes: Tensor, packed: Tensor, unit: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        table = product.table
+        build.load()("products", product.struct, codes, table.source, table.order, packed, unit, bias, out.data_ptr())
+
+    def _read(self, codes: Tensor, plan: Plan) -> Tensor:
+        """Input codes as the plan's `read` sizes say."""
+        if not plan.packing.unfolds:
+            return codes
+        load, sizes = build.load(), plan.sizes
+        rows = torch.empty(sizes.batch * sizes.pixels * plan.read.channels + load.slack, dtype=torch.uint8)
+        counts = sizes.batch, sizes.in_pixels, sizes.channels, sizes.pixels, sizes.taps, plan.codes.zero
+        load("unfold", codes, plan.table.source, *counts, rows)
+        return rows
+
+    def _weighted_by_tap(self, x: Tensor, grad: Tensor, scales: tuple[Tensor, ...], plan: Plan) -> Tensor:
+        """The weighted sum on tiny maps: for each tap, one float32 product over the samples and the pixels it meets."""
+        sizes, weight, load = plan.sizes, plan.shapes.weight, build.load()
+        rows = plan.tap_rows[-1][2] if plan.tap_rows else 0
+        left, right = build.scratch("left", rows, sizes.features), build.scratch("right", rows, sizes.channels)
+        load("tap_rows", plan.problem, x, grad, plan.table.source, *scales, left, right)
+        whole = sizes.taps == 1 and len(plan.tap_rows) == 1
+        shape = (len(plan.tap_rows), sizes.groups, sizes.features // sizes.groups, weight[1])
+        grads = torch.empty(shape, dtype=torch.float32) if whole else build.scratch("grads", *shape)
+        for place, (_, start, end) in enumerate(plan.tap_rows):
+            if sizes.groups == 1:
+                torch.mm(left[start:end].t(), right[start:end], out=grads[place, 0])
+            else:
+                sides = (side[start:end].unflatten(1, (sizes.groups, -1)).transpose(0, 1) for side in (left, right))
+                first, second = sides
+                torch.bmm(first.transpose(1, 2), second, out=grads[place])
+        if whole:
+            return grads.view(weight)
+        out = torch.empty(weight, dtype=torch.float32)
+        load("taps_last", grads, plan.tap_places, sizes.features * weight[1], sizes.taps, out)
+        return out
+
+    def _values(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Operand, Operand]:
+        """The operands as the numbers that they stand for."""
+        plan = plan_of(shapes, call)
+        sizes, zero = plan.sizes, plan.codes.zero
+        values = []
+        for part, shape, axis, pixels, channels in (
+            (x, shapes.x, call.axis, sizes.in_pixels, sizes.channels),
+            (grad, shapes.y, call.output_axis, sizes.pixels, sizes.features),
+        ):
+            codes = part.codes[: sizes.batch * pixels * channels].view(sizes.batch, pixels, channels)
+            numbers = (codes.to(torch.float32) - zero) * part.unit[:, None, None]
+            values.append(Operand(_spatial(numbers, shape, axis, call), part.unit))
+        return values[0], values[1]
+
+
+def _key(role: str, call: SiteCall, streams: Streams) -> int:
+    return fold_int(int(streams.keys[call.site, ROLES.index(role)]), call.call)
+
+
+def _shapes(x: Tensor, weight: Tensor, call: SiteCall) -> Shapes:
+    batch = x.shape[call.axis.dim] // (call.axis.outer * call.axis.inner)
+    y = output_shape(tuple(x.shape), tuple(weight.shape), call.geometry)
+    return Shapes(tuple(x.shape), tuple(weight.shape), y, batch)
+
+
+def _spatial(out: Tensor, shape: tuple[int, ...], axis: BatchAxis, call: SiteCall) -> Tensor:
+    """[batch, pixels, channels] as a tensor of that shape; a conv's is channels-last."""
+    if call.geometry is not None:
+        return out.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    rest = to_samples(torch.empty(shape, device="meta"), axis).shape
+    return from_samples(out.view(rest), axis, shape)
+
+
+def _supports(call: SiteCall, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"for the CPU only, not for {device.type}"
+    if call.recipe.format not in FORMATS:
+        return f"computes {' and '.join(FORMATS)}, not {call.recipe.format}"
+    if call.recipe.outputs != "none":
+        return f"needs quantize_outputs='none', not {call.recipe.outputs!r}"
+    if call.geometry is not None and (call.axis != BatchAxis(0) or call.output_axis != BatchAxis(0)):
+        return "a sample of this conv is more than one image"
+    return build.unavailable()
+
+
+CPU_INT8 = register_kernel(
+    Kernel(
+        backend="cpu_int8",
+        arithmetic=Int8Site(),
+        supports=_supports,
+        native=True,
+        reference="reference",
+        priority=20,
+        note="exact int8 products",
+    )
+)

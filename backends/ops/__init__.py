@@ -1,0 +1,1 @@
+"""The operators that graphs call at sites."""

@@ -1,0 +1,204 @@
+"""Sites for graphs that are specialised to one policy: the quantized branch alone, written out so that it fuses.
+
+The bits are those of `dpquant::site` with the switch on.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpquant_compile.backends.ops.site import (
+    axis_list,
+    bias_grad,
+    geometry_list,
+    layout_of,
+    plain_dtypes,
+    site_call,
+    streams_of,
+)
+from dpquant_compile.backends.reference.emulated import REFERENCE_SITE, EmulatedSite, Products
+from dpquant_compile.backends.reference.products import full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
+from dpquant_compile.numerics.quantize import quantize_values
+from dpquant_compile.sites import ConvGeometry
+
+__all__ = ["low_precision_site", "sealed_conv"]
+
+
+@torch.library.custom_op("dpquant::round_weight", mutates_args=())
+def round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
+    """A weight rounded as `dpquant::site` rounds it. One operator, since there is nothing around it to fuse with."""
+    spec = site_call("linear", site, 0, recipe, [0, 1, 1, 0, 1, 1])
+    chosen = choose_kernel(spec, weight.device).kernel.arithmetic
+    emulated = chosen if isinstance(chosen, EmulatedSite) else REFERENCE_SITE
+    return emulated.weight(weight, spec, Streams(keys, keys.new_zeros(0))).contiguous()
+
+
+@round_weight.register_fake
+def _fake_round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+@torch.library.custom_op("dpquant::sample_grad_sum", mutates_args=())
+def sample_grad_sum(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    samples: Tensor,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> Tensor:
+    """Σᵢ Q(dwᵢ) of rounded operands. One operator, since a loop over samples must stay out of a traced program."""
+    spec = site_call(op, site, call, recipe, axes, geometry)
+    return REFERENCE_SITE.summed_sample_grads(grad, x, weight, spec, streams_of(keys, samples, x, spec.axis))
+
+
+@sample_grad_sum.register_fake
+def _fake_sample_grad_sum(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def _full_precision(geometry: ConvGeometry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The last arguments of `dpquant::site` for a conv in full precision."""
+    nothing = torch.zeros(1, dtype=torch.int64)
+    static = (
+        f"conv{len(geometry.stride)}d",
+        0,
+        0,
+        geometry_list(geometry),
+        [0, 1, 1, 0, 1, 1],
+        "luq_fp4/none/reference",
+    )
+    return (torch.zeros(1, dtype=torch.bool), nothing[None], nothing), static
+
+
+def _sealed_forward(op: str, geometry: ConvGeometry | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if geometry is None:
+        return full_forward(op, geometry, x, weight, bias)
+    table, static = _full_precision(geometry)
+    y: Tensor = torch.ops.dpquant.site(x, weight, bias, *table, *static)
+    return y
+
+
+def _sealed_grad_input(geometry: ConvGeometry | None, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if geometry is None:
+        return full_grad_input(geometry, grad, x, weight)
+    table, static = _full_precision(geometry)
+    dx: Tensor = torch.ops.dpquant.site_grad_input(grad, x, weight, *table, *static)
+    return dx
+
+
+def _sealed_grad_params(
+    geometry: ConvGeometry | None, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool]
+) -> tuple[Tensor, Tensor]:
+    if geometry is None:
+        return full_grad_params(geometry, grad, x, weight, mask)
+    table, static = _full_precision(geometry)
+    dw, db = torch.ops.dpquant.site_grad_params(grad, x, weight, *table, *mask, *static)
+    return dw, db
+
+
+# The reference with its convs as operators: torch's own shape function of a conv puts guards on the batch size, so a
+# program that was compiled for one Poisson batch would be compiled again for another.
+_SEALED_SITE = EmulatedSite(quantize_values, Products(_sealed_forward, _sealed_grad_input, _sealed_grad_params))
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def sealed_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A conv in full precision, for programs that serve all batch sizes."""
+    geometry = ConvGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    return _sealed_forward(f"conv{len(geometry.stride)}d", geometry, x, weight, bias)
+
+
+class _LowPrecisionSite(torch.autograd.Function):
+    """The quantized branch alone, in reference arithmetic, for graphs that are specialised to one policy.
+
+    Rounded operands are kept for the backward pass, so that each is rounded once, in a loop that Inductor can fuse
+    with whatever produced the tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        keys, samples, *static = rest
+        op, site, call, geometry, axes, recipe = static
+        spec = site_call(op, site, call, recipe, axes, geometry)
+        streams = streams_of(keys, samples, x, spec.axis)
+        rounded = _SEALED_SITE.input(x, spec, streams)
+        rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
+        ctx.save_for_backward(rounded, rounded_weight, keys, samples)
+        ctx.spec, ctx.layout = spec, layout_of(spec.op, x)
+        with plain_dtypes(x):
+            y = _SEALED_SITE.rounded_product(rounded, rounded_weight, bias, spec, streams)
+        return y.contiguous(memory_format=ctx.layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, keys, samples = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        spec, streams = ctx.spec, streams_of(keys, samples, x, ctx.spec.axis)
+        grad = _SEALED_SITE.grad(grads[0], spec, streams)
+        dx = dw = db = None
+        if need_x:
+            dx = _SEALED_SITE.rounded_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
+        if need_weight and spec.recipe.outputs == "all":
+            dw = torch.ops.dpquant.sample_grad_sum(grad, x, weight, keys, samples, *_plain(spec))
+        elif need_weight:
+            dw = _SEALED_SITE.rounded_grad_weight(grad, x, weight, spec, streams)
+        if need_bias:
+            db = bias_grad(grads[0], spec)
+        return (dx, dw, db, *[None] * 8)
+
+
+def _plain(call: SiteCall) -> tuple[Any, ...]:
+    """The arguments that `site_call` makes `call` of."""
+    geometry = geometry_list(call.geometry)
+    return call.op, call.site, call.call, geometry, axis_list(call.axis, call.output_axis), str(call.recipe)
+
+
+# Kept as one call by Dynamo and traced through by AOTAutograd: its Python is not for Dynamo, its operations fuse.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def low_precision_site(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    keys: Tensor,
+    samples: Tensor,
+    op: str,
+    site: int,
+    call: int,
+    geometry: Sequence[int],
+    axes: Sequence[int],
+    recipe: str,
+) -> Tensor:
+    """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
+    apply: Any = _LowPrecisionSite.apply
+    result = apply(
+        x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x,
+        weight,
+        bias,
+        keys,
+        samples,
+        op,
+        site,
+        call,
+        geometry,
+        axes,
+        recipe,
+    )
+    assert isinstance(result, Tensor)
+    return result

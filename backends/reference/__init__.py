@@ -1,0 +1,1 @@
+"""Every product in plain torch: what other kernels are compared with."""

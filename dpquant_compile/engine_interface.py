@@ -1,0 +1,53 @@
+"""What a compiled model and a privacy engine know of each other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.nn.utils._expanded_weights import ExpandedWeight
+
+from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.link_table import LinkTable
+from dpquant_compile.numerics.random_bits import RandomBits
+from dpquant_compile.programs import Programs
+from dpquant_compile.spec import CompileSpec
+
+__all__ = ["Internals", "Runner", "refuse_grad_samplers"]
+
+
+class Runner(Protocol):
+    """What takes the training forwards of a model: a private session."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training forward."""
+
+    def ways(self) -> tuple[tuple[str, str, str], ...]:
+        """For `explain()`: each trainable parameter, what uses it, how its per-sample gradients are taken."""
+
+
+@dataclass(frozen=True)
+class Internals:
+    """What a privacy engine builds on: the model, its captured programs, and the link table of a batch.
+
+    `begin(batch, ids, bits)` brings the link table up to date for a training forward on `batch` samples with these ids,
+    which draws its random bits from `bits`.
+    """
+
+    original: nn.Module
+    programs: Programs
+    spec: CompileSpec
+    begin: Callable[[int, Tensor, RandomBits], LinkTable]
+
+
+def refuse_grad_samplers(model: nn.Module) -> None:
+    """Raise if another library waits for per-sample gradients: its hooks see modules, which a program does not call."""
+    named = model.named_parameters()
+    hooked = next((n for n, p in named if isinstance(p, ExpandedWeight) or hasattr(p, "grad_sample")), None)
+    if hooked is not None:
+        raise PrivateTrainingError(
+            f"parameter {hooked!r} was prepared for per-sample gradients by another engine (opacus.PrivacyEngine or "
+            "GradSampleModule), whose hooks a compiled program does not call: it would train without clipping, or not "
+            "at all. Fix: use dpquant_compile.PrivacyEngine, which is an opacus.PrivacyEngine, with a model that no "
+            "other engine has taken"
+        )

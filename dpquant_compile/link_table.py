@@ -1,0 +1,145 @@
+"""The dispatcher: this step's policy, random streams and sample ids, as the data of a compiled program."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpquant_compile.errors import CompileSpecError
+from dpquant_compile.numerics.random_bits import ROLES, PublicBits, RandomBits
+from dpquant_compile.policy import Policy, resolve_policy
+
+__all__ = ["Dispatcher", "LinkTable"]
+
+FIRST_CAPACITY = 1 << 16  # larger batches make the table grow, and the program compile once more
+
+
+class LinkTable(nn.Module):
+    """What `dpquant::site` reads: `policy` (bool per site, CPU), `keys` (site × role), `samples` (ids of the batch).
+
+    Changes replace the tensors and never write into them, so that a backward pass still sees what its forward saw.
+    """
+
+    policy: Tensor
+    keys: Tensor
+    samples: Tensor
+
+    def __init__(self, sites: int) -> None:
+        super().__init__()
+        self.register_buffer("policy", torch.zeros(sites, dtype=torch.bool), persistent=False)
+        self.register_buffer("keys", torch.zeros(sites, len(ROLES), dtype=torch.int64), persistent=False)
+        self.register_buffer("samples", torch.arange(FIRST_CAPACITY), persistent=False)
+
+
+class Dispatcher:
+    """Holds the policy and the step counter of one compiled model, and keeps its link table in line with them.
+
+    The step advances when parameters changed since the last training forward (an optimizer step), so that all
+    forwards between two optimizer steps see one rounding of the weights. The random bits are a function of
+    (seed, step, site, role, sample, element), with its place in the batch as a sample's id unless `sample_ids` are set.
+    Private training gives `begin` bits of its own, which are secret, in place of those of the seed.
+    """
+
+    def __init__(self, names: Sequence[str], seed: int, policy: Policy) -> None:
+        self.names = tuple(names)
+        self.bits: RandomBits = PublicBits(seed)
+        self.table = LinkTable(len(self.names))
+        self.step = 0
+        self.policy = policy
+        self.sample_ids: Tensor | None = None
+        self._versions: int | None = None
+        self._shown: tuple[Any, ...] | None = None
+        self._placed = True  # whether the table's ids are the places in the batch
+
+    def set_policy(self, policy: "str | Iterable[str]") -> Policy:
+        self.policy = resolve_policy(policy, self.names)
+        return self.policy
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(
+        self,
+        *,
+        batch: int,
+        device: torch.device,
+        low: bool,
+        parameters: Iterable[Tensor] | None,
+        bits: RandomBits | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        """Bring the link table up to date before a forward. `parameters` are given in training only.
+
+        `bits` and `ids` are of private training; without them the bits are those of the seed and of `sample_ids`.
+        """
+        with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
+            self._begin(batch, device, low, parameters, bits or self.bits, self.sample_ids if ids is None else ids)
+
+    def _begin(
+        self,
+        batch: int,
+        device: torch.device,
+        low: bool,
+        parameters: Iterable[Tensor] | None,
+        bits: RandomBits,
+        ids: Tensor | None,
+    ) -> None:
+        if parameters is not None:
+            versions = _versions(parameters)
+            if self._versions is not None and versions != self._versions:
+                self.step += 1
+            self._versions = versions
+        table = self.table
+        self._show_samples(batch, device, ids, bits)
+        wanted = (self.policy if low else None, bits, self.step, device)
+        if wanted != self._shown:
+            table.policy = torch.tensor(self.policy.mask if low else [False] * len(self.names), dtype=torch.bool)
+            table.keys = bits.site_keys(self.step, self.names).to(device)
+            self._shown = wanted
+
+    def extend(self, names: Sequence[str]) -> None:
+        """Add sites; the rows of the others stay."""
+        self.names += tuple(names)
+        self.policy = Policy(self.policy, self.names)
+        self._shown = None
+
+    def set_step(self, step: int) -> None:
+        """Go on from `step`, whatever was changed until now."""
+        self.step, self._versions = step, None
+
+    def changed(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether parameters changed since the last training forward."""
+        return self._versions is not None and _versions(parameters) != self._versions
+
+    def _show_samples(self, batch: int, device: torch.device, ids: Tensor | None, bits: RandomBits) -> None:
+        table, size = self.table, max(FIRST_CAPACITY, 1 << max(batch - 1, 0).bit_length())
+        if ids is not None:
+            if ids.shape != (batch,):
+                raise CompileSpecError(
+                    f"sample_ids has shape {tuple(ids.shape)} for a batch of {batch}: give one id per sample, or None "
+                    "to number them by their places"
+                )
+            samples = torch.zeros(max(size, table.samples.shape[0]), dtype=torch.int64)
+            samples[:batch] = bits.sample_ids(self.step, ids)
+            table.samples, self._placed = samples.to(device), False
+        elif batch > table.samples.shape[0] or not self._placed or table.samples.device != device:
+            table.samples = torch.arange(max(size, table.samples.shape[0]), device=device)
+            self._placed = True
+
+
+# How often each parameter was stepped by an optimizer. Fused ones write without raising the version of a tensor.
+_STEPS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _STEPS[parameter] = _STEPS.get(parameter, 0) + 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def _versions(parameters: Iterable[Tensor]) -> int:
+    return sum(p._version + _STEPS.get(p, 0) for p in parameters if not p.is_inference())

@@ -1,0 +1,1 @@
+"""Number formats, rounding, and the random bits it draws."""

@@ -1,0 +1,168 @@
+"""Number formats: what they are, and the registry of their names.
+
+A user's own format is one call, and is then known by its name everywhere:
+
+    register_format(Format("ternary", bits=4, grid=(-1.0, 0.0, 1.0), round=round_ternary, describe="-1, 0, 1"))
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dpquant_compile.errors import FormatError, RegistryError, listing
+from dpquant_compile.numerics import rounding
+
+__all__ = ["Format", "Rounding", "format_names", "get_format", "register_format"]
+
+Rounding = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""`(x, bits, block_dim) -> (q, unit)`; the contract is at the top of `numerics/rounding.py`."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A low-precision number format with its reference rounding.
+
+    name      short and stable: it is printed, and part of cache keys
+    bits      storage of one element, 4 or 8
+    grid      all values of `q` that `round` returns, ascending, in units of the scale
+    round     stochastic rounding to the grid, see `Rounding`
+    block     how many elements share one scale; None when all elements of a sample do
+    describe  one line for tables and `explain()`
+    """
+
+    name: str
+    bits: int
+    grid: tuple[float, ...]
+    round: Rounding
+    block: int | None = None
+    describe: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isidentifier():
+            raise FormatError(f"Format name={self.name!r}: use letters, digits and underscores, such as 'luq_fp4'")
+        where = f"Format {self.name!r}: "
+        if self.bits not in (4, 8):
+            raise FormatError(f"{where}bits={self.bits!r}, must be 4 or 8")
+        if self.block is not None and self.block < 1:
+            raise FormatError(f"{where}block={self.block!r}, must be None or at least 1")
+        if not callable(self.round):
+            raise FormatError(f"{where}round={self.round!r}, must be a function (x, bits, block_dim) -> (q, unit)")
+        if not all(math.isfinite(level) for level in self.grid):
+            raise FormatError(f"{where}grid holds a level that is not finite")
+        if any(low >= high for low, high in zip(self.grid, self.grid[1:], strict=False)):
+            raise FormatError(f"{where}grid must ascend, without repetition (-0.0 and 0.0 are one level)")
+        if 0.0 not in self.grid:
+            raise FormatError(f"{where}grid lacks 0.0, which zero inputs and padding need")
+        if len(self.grid) > 2**self.bits:
+            raise FormatError(f"{where}grid has {len(self.grid)} levels, {self.bits} bits code {2**self.bits}")
+
+    @property
+    def packable(self) -> bool:
+        """Whether two elements fit one byte, see `numerics/packing.py`."""
+        return self.bits == 4
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether every level has its negative."""
+        return self.grid == tuple(-level for level in reversed(self.grid))
+
+    @property
+    def label(self) -> str:
+        """How drawings call it: FP4, FP8, or INT4 where the levels are evenly spaced."""
+        steps = {high - low for low, high in zip(self.grid, self.grid[1:], strict=False)}
+        return f"{'INT' if len(steps) == 1 else 'FP'}{self.bits}"
+
+    def levels(self) -> tuple[float, ...]:
+        """All values of the unit grid, ascending."""
+        return self.grid
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_FORMATS: dict[str, Format] = {}
+
+
+def register_format(fmt: Format) -> Format:
+    """Make `fmt` known by its name, and return it. A name that is taken is refused."""
+    if fmt.name in _FORMATS:
+        raise RegistryError(f"format {fmt.name!r} is already registered: choose another name")
+    _FORMATS[fmt.name] = fmt
+    return fmt
+
+
+def get_format(name_or_format: str | Format) -> Format:
+    """The format of that name. A `Format` is returned as it is, registered or not."""
+    if isinstance(name_or_format, Format):
+        return name_or_format
+    if str(name_or_format) not in _FORMATS:
+        raise FormatError(f"no format is named {name_or_format!r}. Choose one of: {listing(format_names())}")
+    return _FORMATS[name_or_format]
+
+
+def format_names() -> tuple[str, ...]:
+    """The names of all registered formats, in the order of registration."""
+    return tuple(_FORMATS)
+
+
+def _binary_grid(mantissa: int, min_exp: int, largest: float) -> tuple[float, ...]:
+    """Zero and all ± numbers up to `largest` of binary floating point with subnormals under 2^min_exp."""
+    step = 2.0 ** (min_exp - mantissa)
+    positive = [number * step for number in range(1, 2**mantissa)]
+    exp = min_exp
+    while not positive or positive[-1] < largest:
+        positive += [2.0**exp * (1.0 + fraction / 2**mantissa) for fraction in range(2**mantissa)]
+        exp += 1
+    positive = [level for level in positive if level <= largest]
+    return (*(-level for level in reversed(positive)), 0.0, *positive)
+
+
+register_format(
+    Format(
+        "luq_fp4",
+        bits=4,
+        grid=_binary_grid(mantissa=0, min_exp=0, largest=64.0),
+        round=rounding.round_luq_fp4,
+        describe="1 sign, 3 exponent bits: 0 and ±2^0…±2^6, one scale per sample",
+    )
+)
+register_format(
+    Format(
+        "fp8_e5m2",
+        bits=8,
+        grid=_binary_grid(mantissa=2, min_exp=-14, largest=57344.0),
+        round=rounding.round_fp8_e5m2,
+        describe="1 sign, 5 exponent, 2 mantissa bits, one scale per sample",
+    )
+)
+register_format(
+    Format(
+        "uniform4",
+        bits=4,
+        grid=tuple(float(level) for level in range(-8, 8)),
+        round=rounding.round_uniform4,
+        describe="16 equal steps -8…7, one scale per sample",
+    )
+)
+register_format(
+    Format(
+        "fp4_e2m1",
+        bits=4,
+        grid=_binary_grid(mantissa=1, min_exp=0, largest=6.0),
+        round=rounding.round_fp4_e2m1,
+        block=rounding.MX_BLOCK,
+        describe="1 sign, 2 exponent, 1 mantissa bits, MX: a power-of-two scale per 32 elements",
+    )
+)
+register_format(
+    Format(
+        "fp4_e2m1_nv",
+        bits=4,
+        grid=_binary_grid(mantissa=1, min_exp=0, largest=6.0),
+        round=rounding.round_fp4_e2m1_nv,
+        block=rounding.NV_BLOCK,
+        describe="1 sign, 2 exponent, 1 mantissa bits, NV: an E4M3 scale per 16 elements, one float32 scale per sample",
+    )
+)

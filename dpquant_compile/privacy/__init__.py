@@ -1,0 +1,1 @@
+"""Private training: clipping, mechanism, accounting, schedule, data, several processes."""

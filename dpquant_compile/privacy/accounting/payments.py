@@ -1,0 +1,61 @@
+"""`Payments`: what an engine spends and what becomes of it, in the one order that is sound."""
+
+import uuid
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dpquant_compile.privacy.accounting.ledger import Ledger
+from dpquant_compile.privacy.accounting.replay_check import Releases
+from dpquant_compile.privacy.distributed.world import World
+
+__all__ = ["Payments"]
+
+
+class Payments:
+    """The spends of a ledger and the releases that they pay for. On several processes rank 0 keeps the releases.
+
+    Guarantee: a spend is recorded before its data is read, and after what became of the spend before it. A run that
+    departs from the recorded one takes new noise, and is another run from there on. Neither a closed engine nor a
+    forked child notes a release.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.releases = Releases(ledger.path)
+        self._ledger = ledger
+        self._repeating = False  # whether the last spend was one that a resumed run repeats
+
+    def spend(self, world: World, renew: Callable[[], None], purpose: str, *, q: float, sigma: float) -> None:
+        """Record a release that is about to be made; `renew` gives the run randomness that was never used."""
+        ledger, releases = self._ledger, self.releases
+        ledger.check_open()
+        if self._repeating:
+            world.on_first("the end of a repeated step", releases.settle)
+        elif world.first:
+            releases.settle()
+        if ledger.departs(purpose, q=q, sigma=sigma):
+            renew()
+            ledger.depart(world.on_first("the name of a run", lambda: uuid.uuid4().hex))
+        if world.first and not ledger.repeating:
+            releases.begin(*ledger.position)
+        self._repeating = ledger.repeating
+        run, done = ledger.position
+        try:
+            releases.pay(run, done + 1, ledger.recorded)  # first: an interrupt must not leave a spend unsettled
+            ledger.spend(purpose, q=q, sigma=sigma)
+        except BaseException:
+            if ledger.position == (run, done):
+                releases.forget()
+            raise
+
+    def release(self, values: Sequence[Tensor]) -> None:
+        """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
+        self._ledger.check_open()
+        self.releases.release(values)
+
+    def release_of_step(self, world: World, values: Sequence[Tensor]) -> None:
+        """`release` of values that all processes have: rank 0 stops all of them where a repetition differs."""
+        if self._repeating:
+            world.on_first("the check of a repeated step", lambda: self.release(values))
+        elif world.first:
+            self.release(values)

@@ -1,0 +1,218 @@
+"""Checkpoints of a private run: everything, in tensors and plain types, written whole or not at all."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dpquant_compile.errors import CheckpointError
+from dpquant_compile.privacy.atomic_file import write_whole
+from dpquant_compile.privacy.distributed import checkpoint
+from dpquant_compile.privacy.distributed.world import copy_ledger
+
+if TYPE_CHECKING:
+    from dpquant_compile.privacy.engine import PrivacyEngine
+
+__all__ = ["load_into", "read", "save", "state_of"]
+
+VERSION = 1
+
+
+def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
+    """What must be the same for a run to go on."""
+    made = engine.made
+    session, spec = made.session, made.session.internals.spec
+    scheduler = engine.scheduler
+    return {
+        "parameters": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in session.parameters.items()],
+        "recipe": str(spec.recipe),
+        "seed": spec.seed,
+        "clipping": session.clipping.mode,
+        "max_grad_norm": list(session.clipping.bounds),
+        "max_physical_batch_size": session.physical,
+        "sample_rate": made.loader.sample_rate,
+        "dataset size": made.loader.size,
+        "optimizer": type(made.optimizer.original_optimizer).__name__,
+        "noise_multiplier": made.noise_multiplier,
+        "loss_reduction": made.optimizer.loss_reduction,
+        "loader": type(made.loader).__name__,
+        "secure_mode": engine.secure_mode,
+        "scheduler": None if scheduler is None else scheduler.config(),
+    }
+
+
+def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """What differs, a few words each: of a setting with parts, such as the scheduler, those parts alone."""
+    for key, here in own.items():
+        there, name = saved.get(key), f"{within}{key}"
+        if here == there:
+            continue
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            yield from _differences(there, {**dict.fromkeys(there), **here}, f"{name}.")
+        elif isinstance(here, list) and isinstance(there, list):
+            lost, new = [v for v in there if v not in here], [v for v in here if v not in there]
+            yield f"{name}: {lost or there} saved, {new or here} here"
+        else:
+            yield f"{name}: {there!r} saved, {here!r} here"
+
+
+def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
+    """The state of model, optimizer, ledger, scheduler, and of every source of randomness."""
+    if not engine.made.world.first:
+        raise CheckpointError(
+            f"state_dict() on rank {engine.made.world.rank}: noise and ledger are rank 0's. Fix: save_checkpoint() on "
+            "every process, or state_dict() on rank 0"
+        )
+    return {**_small(engine), **_large(engine)}
+
+
+def _large(engine: "PrivacyEngine") -> dict[str, Any]:
+    """What every process has alike; copies, since training goes on, and a state is of one moment."""
+    made = engine.made
+    return {
+        "model": copy.deepcopy(dict(made.session.model.state_dict())),
+        "optimizer": copy.deepcopy(made.optimizer.state_dict()),
+    }
+
+
+def _small(engine: "PrivacyEngine") -> dict[str, Any]:
+    """What only rank 0 has right."""
+    made = engine.made
+    if made.session.micro is not None:
+        raise CheckpointError(
+            "the loop over the loader has not ended. A resumed run begins an epoch anew: with other batches, but the "
+            "noise of those that were. Fix: make checkpoints between epochs, after the loop"
+        )
+    generator = made.loader.generator
+    return {
+        "version": VERSION,
+        "config": config_of(engine),
+        "world": made.world.size,
+        "ledger": engine.ledger.state_dict(),
+        "noise": made.noise.state_dict(),
+        "sampler": None if generator is None else generator.get_state(),
+        "torch": torch.get_rng_state(),
+        "noise_multiplier": made.optimizer.noise_multiplier,
+        "max_grad_norm": made.optimizer.max_grad_norm,
+        "default_physical": made.default_physical is not None,
+        "step": made.session.model.step,
+        "policy": sorted(made.session.model.policy),
+        "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+    }
+
+
+def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> None:
+    """Take a state over, or raise `CheckpointError` and change nothing.
+
+    With `replay` the run repeats what it had released after the checkpoint, bit for bit, so a ledger on disk that is
+    ahead is not charged again for it. Without, randomness is new, and everything counts. Every process of a run must
+    call this with the same state.
+    """
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: "
+            "load it with the release that made it"
+        )
+    wanted = "config model optimizer ledger noise sampler torch noise_multiplier max_grad_norm step policy scheduler"
+    if missing := [key for key in wanted.split() if key not in state]:
+        raise CheckpointError(f"this checkpoint is not whole: it has no {', '.join(missing)}")
+    made, world = engine.made, engine.made.world
+    if world.on_first("the place in the noise, at load_checkpoint", lambda: made.noise.position) > 0:
+        raise CheckpointError(
+            "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "
+            "checkpoint right after make_private, into a new engine"
+        )
+    own, saved = config_of(engine), dict(state["config"])
+    if made.default_physical and state.get("default_physical") and state.get("world", 1) != world.size:
+        saved["max_physical_batch_size"] = made.session.physical  # nobody chose it: it goes by the number of processes
+    if differing := list(_differences(saved, own)):
+        raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
+    shapes = {name: tuple(value.shape) for name, value in made.session.model.state_dict().items()}
+    if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
+        names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
+        raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
+    own_spends = {name: engine.ledger.state_dict()[name] for name in ("entries", "runs")}
+    world.agree("at load_checkpoint", {"ledger": own_spends})
+    replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
+    copy_ledger(world, engine.ledger)
+    made.session.model.load_state_dict(state["model"])
+    made.optimizer.load_state_dict(state["optimizer"])
+    made.noise.load_state_dict(state["noise"])
+    if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
+        made.loader.generator.set_state(state["sampler"])
+    if not replay:
+        engine.renew()
+    states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one by process, where several wrote them
+    if world.rank < len(states):
+        torch.set_rng_state(states[world.rank].clone())  # it reads from where the storage begins
+    made.optimizer.noise_multiplier = state["noise_multiplier"]
+    made.optimizer.max_grad_norm = state["max_grad_norm"]
+    made.session.forget()
+    made.session.model.set_policy(state["policy"])
+    made.session.model.step = state["step"]
+    if engine.scheduler is not None:
+        engine.scheduler.load_state_dict(state["scheduler"])
+
+
+_UNCOUNTED = (
+    "the run went on from a checkpoint with new noise and without a ledger on disk: releases that were made after the "
+    "checkpoint are not counted here"
+)
+
+
+_UNCHECKED = (
+    "the run went on from a checkpoint with the noise of then, and without a ledger on disk: if it had gone on before, "
+    "nothing shows that its releases since the checkpoint were the same, and noise may have been used twice"
+)
+
+
+def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
+    """Go back to the ledger of a state; whether the run repeats what came after it.
+
+    Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
+    difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
+    """
+    ledger, releases, size = engine.ledger, engine.releases, engine.made.world.size
+    ledger.load_state_dict(state["ledger"], replays=replay)
+    releases.forget()
+    run, done = ledger.position
+    same = state.get("world", 1) == size and not releases.went_on_elsewhere(run, done, size)
+    if replay and not same and (ledger.path is None or ledger.repeating):
+        ledger.depart()
+        replay = False
+    elif replay and not same:
+        releases.go_on(run, done, size)
+    if replay and ledger.path is None:
+        ledger.add_caveat(_UNCHECKED)
+    # "uncounted" is how a checkpoint said so before ledgers recorded caveats.
+    if state.get("uncounted") or (ledger.path is None and not replay):
+        ledger.add_caveat(_UNCOUNTED)
+    return replay
+
+
+def save(engine: "PrivacyEngine", path: str | Path, extra: Mapping[str, Any]) -> None:
+    """Write a checkpoint that is there whole, or not at all: a file, or of several processes a folder."""
+    world = engine.made.world
+    if world.size == 1:
+        state = {**extra, "dpquant": state_of(engine)}
+        write_whole(Path(path), lambda file: torch.save(state, file))
+        return
+    engine.agree("at a checkpoint")
+    small = {**_small(engine), "torch": torch.stack(world.gathered(torch.get_rng_state()))}
+    checkpoint.save_folder(world, Path(path), {**extra, "dpquant": small}, _large(engine))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A checkpoint; in a file of one process are tensors and plain types only, so that reading it runs no code."""
+    try:
+        if Path(path).is_dir():
+            state, large = checkpoint.read_folder(Path(path))
+            return {**state, "dpquant": {**state["dpquant"], **large}}
+        state = torch.load(path, weights_only=True)
+    except Exception as error:  # torch raises whatever its unpickler met
+        raise CheckpointError(f"{path} is no checkpoint that can be read: {error}") from error
+    if not isinstance(state, dict) or "dpquant" not in state:
+        raise CheckpointError(f"{path} was not written by PrivacyEngine.save_checkpoint")
+    return state

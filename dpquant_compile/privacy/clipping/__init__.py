@@ -1,0 +1,1 @@
+"""Per-sample clipping inside the compiled program."""

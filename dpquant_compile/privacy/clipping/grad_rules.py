@@ -1,0 +1,374 @@
+"""Pieces: the per-sample gradient that one use gives to one constant, in the cheapest form that its operator allows.
+
+A piece can say the squared norm of every sample's gradient, and their weighted sum; where several pieces add up in one
+parameter, it can also give the gradients themselves. The rules here make pieces of uses; an operator without a rule of
+its own goes through `torch.func.vmap` of its vector-Jacobian product.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from dpquant_compile.backends.reference.group_norm import lies_by_pixel, normalised_groups
+from dpquant_compile.backends.reference.per_sample import as_weight, squares, wide
+from dpquant_compile.errors import PerSampleGradientError, RegistryError
+from dpquant_compile.numerics.quantize import to_samples
+from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.runner import op_name
+from dpquant_compile.privacy.clipping.parameter_uses import Use, axis_of
+from dpquant_compile.sites import BatchAxis
+
+__all__ = [
+    "DensePiece",
+    "EmbeddingPiece",
+    "Piece",
+    "SitePiece",
+    "UseValues",
+    "make_piece",
+    "piece_kind",
+    "pooled_norms",
+]
+
+
+class Piece(Protocol):
+    """The gradients of one constant, by sample."""
+
+    def norms(self) -> Tensor:
+        """‖Gᵢ‖² [B], never less than what `weighted` takes of a sample."""
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        """Σᵢ factorᵢ Gᵢ; samples whose factor is NaN are left out."""
+
+    def grads(self) -> Tensor:
+        """G [B, *constant]."""
+
+
+@dataclass(frozen=True)
+class UseValues:
+    """The tensors of one use, while the program is traced: arguments by name, the constant, the output's gradient.
+
+    operand  codes and unit of a site's input; None for what is no site
+    """
+
+    arguments: Mapping[str, Any]
+    constant: Tensor
+    grad: Tensor
+    batch: int
+    table: tuple[Tensor, Tensor, Tensor]
+    static: tuple[Any, ...] | None
+    method: str
+    operand: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class DensePiece:
+    """Gradients that are held: biases, norm layers, small weights, and whatever has no rule of its own."""
+
+    values: Tensor
+
+    def norms(self) -> Tensor:
+        return self._rows().square().sum(1)
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        out = factors.isnan()
+        rows = self._rows().masked_fill(out[:, None], 0.0)
+        scale = factors.masked_fill(out, 0.0).to(rows.dtype)
+        return (scale[None] @ rows).reshape(self.values.shape[1:])
+
+    def grads(self) -> Tensor:
+        return self.values
+
+    def _rows(self) -> Tensor:
+        return self.values.reshape(self.values.shape[0], math.prod(self.values.shape[1:]))
+
+
+@dataclass(frozen=True)
+class KeptPiece(DensePiece):
+    """Gradients of a conv's or a linear's weight that are held, by tap: [B, N, taps · C]."""
+
+    shape: tuple[int, ...]
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        return as_weight(super().weighted(factors), self.shape)
+
+    def grads(self) -> Tensor:
+        return as_weight(self.values, self.shape)
+
+
+@dataclass(frozen=True)
+class SitePiece:
+    """The weight of a conv or a linear, from its input and output gradient, each as it is and rounded."""
+
+    x: tuple[Tensor, Tensor | None, Tensor | None]
+    grad: tuple[Tensor, Tensor | None, Tensor | None]
+    weight: Tensor
+    table: tuple[Tensor, Tensor, Tensor]
+    static: tuple[Any, ...]
+    method: str
+
+    def norms(self) -> Tensor:
+        norms: Tensor = torch.ops.dpquant.sample_norms(*self._operands(), *self.table, self.method, *self.static)
+        return norms
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        total: Tensor = torch.ops.dpquant.weighted_grad(*self._operands(), factors, *self.table, *self.static)
+        return total
+
+    def grads(self) -> Tensor:
+        return self.kept().grads()
+
+    def kept(self) -> KeptPiece:
+        """The gradients themselves."""
+        grads: Tensor = torch.ops.dpquant.sample_grads(*self._operands(), *self.table, *self.static)
+        return KeptPiece(grads, tuple(self.weight.shape))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """D [B, T, N] and U [B, T, K]."""
+        left, right = torch.ops.dpquant.sample_factors(*self._operands(), *self.table, *self.static)
+        return left, right
+
+    def _operands(self) -> tuple[Tensor | None, ...]:
+        return (*self.x, *self.grad, self.weight)
+
+
+@dataclass(frozen=True)
+class EmbeddingPiece:
+    """A table of which each sample uses some rows: tokens [B, T], gradients [B, T, E]."""
+
+    tokens: Tensor
+    grad: Tensor
+    rows: int
+
+    def norms(self) -> Tensor:
+        return pooled_norms([self])
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        out = factors.isnan()
+        scale = factors.masked_fill(out, 0.0).to(self.grad.dtype)
+        grad = self.grad.masked_fill(out[:, None, None], 0.0) * scale[:, None, None]
+        total = grad.new_zeros((self.rows, grad.shape[-1]))
+        return total.index_add(0, self.tokens.flatten(), grad.flatten(0, 1))
+
+    def grads(self) -> Tensor:
+        index = self.tokens[..., None].expand_as(self.grad)
+        table = self.grad.new_zeros((self.grad.shape[0], self.rows, self.grad.shape[-1]))
+        return table.scatter_add(1, index, self.grad)
+
+
+def pooled_norms(pieces: Sequence[SitePiece | EmbeddingPiece]) -> Tensor:
+    """The squared norms of the sum of several pieces of one parameter, by gram matrices between all of them.
+
+    An embedding is a linear whose inputs are unit vectors: products with those are a look-up.
+    """
+    total: Tensor | None = None
+    slack: Tensor | None = None
+    parts = [(p.tokens, p.grad) if isinstance(p, EmbeddingPiece) else p.factors() for p in pieces]
+    for i, a in enumerate(parts):
+        for b in parts[i:]:
+            term = (_inner(a[0], b[0]) * (a[1] @ b[1].transpose(1, 2))).sum((1, 2))
+            term = term if a is b else 2 * term
+            total = term if total is None else total + term
+        unit = torch.ones_like(a[0], dtype=a[1].dtype) if not a[0].is_floating_point() else squares(a[0]).sqrt()
+        largest = (unit * squares(a[1]).sqrt()).sum(1)
+        slack = largest if slack is None else slack + largest
+    assert total is not None and slack is not None
+    return total.clamp_min(0.0) + 16 * torch.finfo(total.dtype).eps * slack.square()
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products [B, T, S] of rows a [B, T, N] and b [B, S, N], where integers [B, T] stand for unit vectors."""
+    if a.is_floating_point() and b.is_floating_point():
+        return a @ b.transpose(1, 2)
+    if a.is_floating_point():
+        return _inner(b, a).transpose(1, 2)
+    if b.is_floating_point():
+        index = a[:, None, :].expand(-1, b.shape[1], -1)
+        return b.gather(2, index).transpose(1, 2)
+    return (a[:, :, None] == b[:, None, :]).to(torch.float32)
+
+
+# Rules
+
+Rule = Callable[[Use, UseValues], Piece]
+_RULES: dict[tuple[Any, str], tuple[str, Rule]] = {}
+
+
+def _rule(name: str, targets: Sequence[Any], *slots: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for key in ((target, slot) for target in targets for slot in slots):
+            if key in _RULES:
+                raise RegistryError(f"{key} has a rule for per-sample gradients already")
+            _RULES[key] = (name, function)
+        return function
+
+    return register
+
+
+def piece_kind(use: Use) -> str:
+    """How the gradients of a use are taken apart: the name of a rule, or "vmap"."""
+    return _rule_of(use)[0]
+
+
+def make_piece(use: Use, values: UseValues) -> Piece:
+    """The piece of one use."""
+    return _rule_of(use)[1](use, values)
+
+
+def _rule_of(use: Use) -> tuple[str, Rule]:
+    name, rule = _RULES.get((use.node.target, use.slots[0] if len(use.slots) == 1 else ""), ("vmap", _by_vmap))
+    if "expanded_batch" in use.node.meta and op_name(use.node) in _EXPANDS:
+        return "expand", _expanded
+    return name, rule
+
+
+_EXPANDS = ("expand", "expand_as", "broadcast_to", "repeat", "tile")
+
+
+@_rule("book-keeping", (*CONVS, F.linear), "weight")
+def _product(use: Use, values: UseValues) -> Piece:
+    assert values.static is not None
+    codes: tuple[Any, Any] = (None, None)
+    if values.operand is not None:
+        codes = torch.ops.dpquant.round_operand(values.grad, *values.table, "grad_output", *values.static)
+    x = (values.arguments["input"], *(values.operand or (None, None)))
+    piece = SitePiece(x, (values.grad, *codes), values.constant, values.table, values.static, values.method)
+    return piece.kept() if values.method == "kept" else piece
+
+
+@_rule("sum", (*CONVS, F.linear), "bias")
+def _bias(use: Use, values: UseValues) -> Piece:
+    features = 1 if use.node.target in CONVS else values.grad.dim() - 1
+    return DensePiece(_sum_places(wide(values.grad), _axis(use.node), [features]))
+
+
+@_rule("norm", (F.group_norm, F.layer_norm, F.rms_norm, F.instance_norm), "weight", "bias")
+def _norm(use: Use, values: UseValues) -> Piece:
+    if use.node.target is F.instance_norm and not values.arguments["use_input_stats"]:
+        return _by_vmap(use, values)  # running statistics: a fixed map
+    args, grad, node = values.arguments, wide(values.grad), use.node
+    x = wide(args["input"])
+    if node.target in (F.group_norm, F.instance_norm):
+        features = [1]
+    else:
+        features = list(range(x.dim() - len(args["normalized_shape"]), x.dim()))
+    if use.slots == ("weight",):
+        grad = grad * _normalised(node.target, args, x)
+    return DensePiece(_sum_places(grad, _axis(node), features))
+
+
+def _normalised(target: Any, args: Mapping[str, Any], x: Tensor) -> Tensor:
+    """The output of a norm layer without its affine part; a compiler finds that forward has computed it already."""
+    if target is F.group_norm and lies_by_pixel(x):
+        return normalised_groups(x.detach(), args["num_groups"], args["eps"])
+    shape = args["num_groups"] if target is F.group_norm else args.get("normalized_shape")
+    given = () if target is F.instance_norm else (shape,)
+    result = target(x.detach(), *given, eps=args["eps"])
+    assert isinstance(result, Tensor)
+    return result
+
+
+@_rule("look-up", (F.embedding,), "weight")
+def _embedding(use: Use, values: UseValues) -> Piece:
+    args = values.arguments
+    for option in ("max_norm", "scale_grad_by_freq"):
+        if args.get(option):
+            raise PerSampleGradientError(
+                f"parameter {use.params[0]!r}: {use} has {option}={args[option]!r}, which "
+                "depends on the whole batch. Fix: leave it out"
+            )
+    table, padding = values.constant, args.get("padding_idx")
+    axis = _axis(use.node)
+    grad = to_samples(wide(values.grad), axis).reshape(values.batch, -1, table.shape[1])
+    given = next(value for value in use.node.all_input_nodes if value is not use.constant)
+    tokens = to_samples(args["input"], _axis(given)).reshape(values.batch, -1)
+    if padding is not None:
+        grad = grad.masked_fill((tokens == padding % table.shape[0])[..., None], 0.0)
+    return EmbeddingPiece(tokens, grad, table.shape[0])
+
+
+def _expanded(use: Use, values: UseValues) -> Piece:
+    """Rows that are copies of a constant, one or more per sample."""
+    grad = _single_rows(wide(values.grad), _axis(use.node))
+    shape, name = values.constant.shape, op_name(use.node)
+    lead = grad.dim() - 1 - len(shape)
+    fits = lead >= 0 and all(n in (1, m) for n, m in zip(shape, grad.shape[1 + lead :], strict=True))
+    repeats = name in ("repeat", "tile") and any(n != m for n, m in zip(shape, grad.shape[1 + lead :], strict=True))
+    if not fits or repeats:
+        raise _unknown(use, f"it makes {tuple(grad.shape[1:])} per sample of {tuple(shape)}")
+    summed = grad.sum([1 + d for d in range(lead)]) if lead else grad
+    spread = [1 + d for d, n in enumerate(shape) if n == 1 and summed.shape[1 + d] != 1]
+    return DensePiece(summed.sum(spread, keepdim=True) if spread else summed)
+
+
+def _by_vmap(use: Use, values: UseValues) -> Piece:
+    """Any operator: the vector-Jacobian product of one sample's call, mapped over the samples."""
+    node, constant = use.node, values.constant
+    rows: dict[fx.Node, Tensor] = {}
+    by_node = {source: values.arguments[f"node:{source.name}"] for source in node.all_input_nodes}
+    for source, value in by_node.items():
+        axis = axis_of(source)
+        if isinstance(value, Tensor) and axis is not None:
+            rows[source] = _single_rows(value, axis)
+    if not rows:
+        raise _unknown(use, "no argument of it has rows")
+    order = list(rows)
+
+    def one(grad: Tensor, *given: Tensor) -> Tensor:
+        own = dict(zip(order, given, strict=True))
+
+        def run(value: Tensor) -> Tensor:
+            def read(source: fx.Node) -> Any:
+                return value if source is use.constant else own.get(source, by_node[source])
+
+            args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)
+            if node.op == "call_method":
+                result: Tensor = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                result = node.target(*args, **kwargs)  # type: ignore[operator]
+            return result
+
+        (gradient,) = torch.func.vjp(run, constant)[1](grad)
+        assert isinstance(gradient, Tensor)
+        return gradient
+
+    try:
+        grads = torch.func.vmap(one)(_single_rows(values.grad, _axis(node)), *rows.values())
+    except PerSampleGradientError:
+        raise
+    except Exception as error:  # whatever vmap cannot do with the operator
+        raise _unknown(use, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+    return DensePiece(wide(grads))
+
+
+def _unknown(use: Use, reason: str) -> PerSampleGradientError:
+    return PerSampleGradientError(
+        f"parameter {use.params[0]!r}: there is no rule for its per-sample gradient in {use}, and the generic way "
+        f"fails: {reason}. Fix: write that line with operators of the support matrix, or freeze the parameter by "
+        "requires_grad_(False)"
+    )
+
+
+def _axis(node: fx.Node) -> BatchAxis:
+    axis = axis_of(node)
+    assert axis is not None
+    return axis
+
+
+def _single_rows(value: Tensor, axis: BatchAxis) -> Tensor:
+    """[B, *shape of a batch of one]."""
+    dim = axis.dim % value.dim()
+    inside = (axis.outer, value.shape[dim] // (axis.outer * axis.inner), axis.inner)
+    split = value.reshape(*value.shape[:dim], *inside, *value.shape[dim + 1 :])
+    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def _sum_places(grad: Tensor, axis: BatchAxis, features: Sequence[int]) -> Tensor:
+    """[B, *features]: the sum over all other dimensions of each sample."""
+    rows = _single_rows(grad, axis)
+    others = [d + 1 for d in range(grad.dim()) if d not in features]
+    return rows.sum(others) if others else rows

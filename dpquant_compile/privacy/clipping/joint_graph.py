@@ -1,0 +1,339 @@
+"""Tracing: forward, backward, norms, clipping and weighted sums of one micro-batch, as one graph of ATen operators."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from dpquant_compile.backends.ops.site import axis_list, geometry_list
+from dpquant_compile.backends.reference.group_norm import group_norm, lies_by_pixel
+from dpquant_compile.backends.reference.per_sample import choose_method, wide
+from dpquant_compile.errors import PerSampleGradientError
+from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.precision.insert_switches import site_arguments
+from dpquant_compile.passes.runner import draws_random, node_source, op_name
+from dpquant_compile.privacy.clipping.bounds import Clipping
+from dpquant_compile.privacy.clipping.grad_rules import (
+    DensePiece,
+    EmbeddingPiece,
+    Piece,
+    SitePiece,
+    UseValues,
+    make_piece,
+    piece_kind,
+    pooled_norms,
+)
+from dpquant_compile.privacy.clipping.parameter_uses import Use, Uses, axis_of, named_arguments
+from dpquant_compile.sites import ConvGeometry
+
+__all__ = ["Plan", "Tracing", "packed_key"]
+
+
+def packed_key(target: str, row: int | None) -> str:
+    """One weight may be packed in several ways, for sites of different geometry."""
+    return f"{row}:{target}"
+
+
+# Bytes of per-sample gradients of one parameter that are held where there is no other way.
+_LARGEST = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a private program computes: the graph, its uses, its clipping, and how each site is called."""
+
+    base: fx.GraphModule
+    uses: Uses
+    clipping: Clipping
+    order: tuple[str, ...]
+    places: tuple[int, ...]
+    rows: Mapping[str, int]
+    recipe: str
+    batch: int
+
+    def packed(self, node: fx.Node) -> str | None:
+        """The key of a site's packed weight; None for a weight that forward computes."""
+        weight = node.args[1]
+        if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+            return None
+        return packed_key(str(weight.target), self.row(node))
+
+    def row(self, node: fx.Node) -> int | None:
+        """The row of a site in the link table; None for what is no site."""
+        return self.rows.get(node.meta["site"].name) if "site" in node.meta else None
+
+    def static(self, node: fx.Node) -> tuple[Any, ...] | None:
+        """The static arguments of the operators of a conv or a linear."""
+        row = self.row(node)
+        if row is not None:
+            return tuple(site_arguments(node, row, self.recipe).values())
+        if node.target not in CONVS and node.target is not F.linear:
+            return None
+        x = node.args[0]
+        axis, output = (axis_of(x) if isinstance(x, fx.Node) else None), axis_of(node)
+        if axis is None or output is None:
+            return None
+        geometry = None
+        if node.target in CONVS:
+            stride, padding, dilation, groups = node.args[3:]
+            if isinstance(padding, str):
+                padding = self._padding(node, padding)
+                if padding is None:
+                    return None
+            geometry = ConvGeometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
+        op = "linear" if geometry is None else f"conv{CONVS.index(node.target) + 1}d"
+        return op, -1, 0, geometry_list(geometry), axis_list(axis, output), self.recipe
+
+    def _padding(self, node: fx.Node, word: str) -> tuple[int, ...] | None:
+        """ "same" or "valid" of a conv whose weight is no parameter itself, in numbers; None if it is not symmetric."""
+        weight: Any = node.args[1]
+        dilation: Any = node.args[5]
+        spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["shape"][2:], strict=True)]
+        if word == "valid":
+            return tuple(0 for _ in spans)
+        return None if any(span % 2 for span in spans) else tuple(span // 2 for span in spans)
+
+
+class Tracing(fx.Interpreter):
+    """One run of a plan on given tensors.
+
+    attributes  tensors behind the get_attr nodes, by target; parameters are constants here
+    packed      weights of the sites as low-precision products take them, by `packed_key`
+    table       policy, keys and sample ids
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        attributes: Mapping[str, Tensor],
+        packed: Mapping[str, Tensor],
+        table: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        super().__init__(plan.base, garbage_collect_values=False)
+        self.extra_traceback = False
+        self.plan = plan
+        self.attributes, self.packed, self.table = attributes, packed, table
+        self._operands: dict[fx.Node, tuple[Tensor, Tensor]] = {}
+        self._frontier = {use.node for use in plan.uses.uses}
+        self.ways: tuple[tuple[str, str, str], ...] = ()
+
+    def outputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run forward; what comes back may require grad."""
+        return tree_leaves(self.run(*inputs, enable_io_processing=False))
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.attributes[target] if target in self.attributes else super().get_attr(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = self._site(n) if self.plan.row(n) is not None else super().run_node(n)
+        if n in self._frontier:
+            if not isinstance(result, Tensor):
+                raise PerSampleGradientError(
+                    f"node {n.name!r} takes a parameter and gives {type(result).__name__}, no tensor"
+                )
+            if not result.requires_grad and result.is_floating_point() and torch.is_grad_enabled():
+                # The first layers: nothing before them has a gradient, and theirs is all that is wanted.
+                result = result.detach().requires_grad_()
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is F.group_norm and lies_by_pixel(args[0] if args else kwargs["input"]):
+            given = dict(kwargs)
+            return group_norm(*args if args else (given.pop("input"),), **given)
+        return super().call_function(target, args, kwargs)
+
+    def _site(self, node: fx.Node) -> Tensor:
+        x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
+        target, static = self.plan.packed(node), self.plan.static(node)
+        assert static is not None
+        if target is not None:
+            packed = self.packed[target]
+        else:
+            packed = torch.ops.dpquant.packed_weight(weight.detach(), *self.table, *static)
+        operand = torch.ops.dpquant.round_operand(x.detach(), *self.table, "input", *static)
+        self._operands[node] = operand
+        y: Tensor = torch.ops.dpquant.private_site(x, *operand, weight, packed, bias, *self.table, *static)
+        return y
+
+    def private(
+        self, outputs: Sequence[Any], tangents: Sequence[Tensor], bounds: Tensor, live: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """From the gradients of the outputs to the sums of clipped gradients, and how many samples were left out."""
+        ends = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
+        # A comparison takes a parameter too, but gives it no gradient.
+        nodes = [n for n in dict.fromkeys(use.node for use in self.plan.uses.uses) if self.env[n].requires_grad]
+        grads = torch.autograd.grad(ends, [self.env[node] for node in nodes], list(tangents), allow_unused=True)
+        by_node: dict[fx.Node, Any] = dict(zip(nodes, grads, strict=True))
+        with torch.no_grad():
+            found = ((use, by_node.get(use.node)) for use in self.plan.uses.uses)
+            reached = [(use, grad) for use, grad in found if grad is not None]
+            pieces = {use: make_piece(use, self._values(use, grad)) for use, grad in reached}
+            held = {name: self._held(name, pieces) for name in self.plan.order}
+            self.ways = tuple(self._way(name, pieces, held[name]) for name in self.plan.order)
+            norms = [self._norms(name, pieces, held[name], live) for name in self.plan.order]
+            factors, dropped = self.plan.clipping.factors(norms, bounds, live, self.plan.places)
+            sums = [
+                self._sum(name, pieces, held[name], factor)
+                for name, factor in zip(self.plan.order, factors, strict=True)
+            ]
+        return sums, dropped
+
+    def _values(self, use: Use, grad: Tensor) -> UseValues:
+        arguments = {
+            name: self.env[value] if isinstance(value, fx.Node) else value
+            for name, value in named_arguments(use.node).items()
+        }
+        arguments |= {f"node:{source.name}": self.env[source] for source in use.node.all_input_nodes}
+        constant = self.env[use.constant]
+        static = self.plan.static(use.node)
+        detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        method, operand = self._method(use, constant, grad), self._operands.get(use.node)
+        return UseValues(detached, constant, grad, self.plan.batch, self.table, static, method, operand)
+
+    def _method(self, use: Use, constant: Tensor, grad: Tensor) -> str:
+        if use.slots != ("weight",) or piece_kind(use) != "book-keeping":
+            return "kept"
+        static = self.plan.static(use.node)
+        if static is None:
+            raise PerSampleGradientError(f"parameter {use.params[0]!r}: the samples of {use} cannot be told apart")
+        shape = tuple(constant.shape)
+        groups = static[3][-1] if static[3] else 1
+        count = grad.numel() // (self.plan.batch * shape[0])
+        x = self.env[use.node.args[0]]  # type: ignore[index]
+        pixels = x.numel() // (self.plan.batch * shape[1] * groups)
+        method = choose_method(shape, groups, count, pixels, self.plan.batch)
+        pooled = any(name not in self.plan.uses.separate for name in use.params)
+        return "gram" if pooled and method == "kept" else method
+
+    # One parameter
+
+    def _pieces(self, name: str, pieces: Mapping[Use, Piece]) -> list[tuple[Use, Piece]]:
+        return [(use, pieces[use]) for use in self.plan.uses.of(name) if use in pieces]
+
+    def _held(self, name: str, pieces: Mapping[Use, Piece]) -> Tensor | None:
+        """The per-sample gradients of a parameter, where its uses cannot be taken one by one."""
+        own = self._pieces(name, pieces)
+        if name in self.plan.uses.separate or not own or self._pooled(own):
+            return None
+        shape = self.attributes_of(name).shape
+        size = 4 * self.plan.batch * math.prod(shape)
+        if size > _LARGEST:
+            uses = "; ".join(str(use) for use, _ in own)
+            raise PerSampleGradientError(
+                f"parameter {name!r} is used in ways ({uses}) that need its per-sample gradients in memory: "
+                f"{size >> 20} MiB at a physical batch of {self.plan.batch}. Fix: a smaller max_physical_batch_size, "
+                "or freeze it"
+            )
+        total: Tensor | None = None
+        for use, piece in own:
+            grads = piece.grads()
+            if not use.whole:
+                grads = torch.func.vmap(self._pull(use, name))(grads)
+            total = grads if total is None else total + grads
+        return total
+
+    def _way(self, name: str, pieces: Mapping[Use, Piece], held: Tensor | None) -> tuple[str, str, str]:
+        own = self._pieces(name, pieces)
+        used = ", ".join(dict.fromkeys(op_name(use.node) for use, _ in own))
+        if held is not None:
+            return name, used, f"kept, added up over {len(own)} uses: {', '.join(piece_kind(use) for use, _ in own)}"
+        if name not in self.plan.uses.separate:
+            return name, used, f"gram over {len(own)} uses"
+        ways = (p.method if isinstance(p, SitePiece) else "" for _, p in own)
+        names = (f"{piece_kind(use)}{f' ({way})' if way else ''}" for (use, _), way in zip(own, ways, strict=True))
+        return name, used, ", ".join(dict.fromkeys(names))
+
+    def _pooled(self, own: Sequence[tuple[Use, Piece]]) -> bool:
+        def simple(use: Use, piece: Piece) -> bool:
+            if isinstance(piece, SitePiece):
+                one_group = not piece.static[3] or piece.static[3][-1] == 1
+                return use.whole and one_group and "/all/" not in self.plan.recipe
+            return use.whole and isinstance(piece, EmbeddingPiece)
+
+        return all(simple(use, piece) for use, piece in own)
+
+    def _norms(self, name: str, pieces: Mapping[Use, Piece], held: Tensor | None, live: Tensor) -> Tensor:
+        own = self._pieces(name, pieces)
+        if not own:
+            return torch.zeros(live.shape, device=live.device)
+        if held is not None:
+            return DensePiece(held).norms()
+        if name in self.plan.uses.separate:
+            norms = [piece.norms() for _, piece in own]
+            return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
+        return pooled_norms([piece for _, piece in own])  # type: ignore[misc]
+
+    def _sum(self, name: str, pieces: Mapping[Use, Piece], held: Tensor | None, factor: Tensor) -> Tensor:
+        shape = self.attributes_of(name).shape
+        if held is not None:
+            return DensePiece(held).weighted(factor).reshape(shape)
+        total: Tensor | None = None
+        for use, piece in self._pieces(name, pieces):
+            part = piece.weighted(factor)
+            part = part if use.whole else self._pull(use, name)(part)
+            total = part if total is None else total + part
+        parameter = self.attributes_of(name)
+        return torch.zeros_like(wide(parameter)) if total is None else total.reshape(shape)
+
+    def attributes_of(self, name: str) -> Tensor:
+        """The value of a parameter by its one name."""
+        return next(self.attributes[target] for target, own in self.plan.uses.names.items() if own == name)
+
+    def _pull(self, use: Use, name: str) -> Callable[[Tensor], Tensor]:
+        """The linear map from a gradient of the use's constant to one of the parameter."""
+        chain = self._between(use.constant, name)
+
+        def constant(parameter: Tensor) -> Tensor:
+            values: dict[fx.Node, Any] = {}
+
+            def read(node: fx.Node) -> Any:
+                if node.op == "get_attr" and self.plan.uses.names.get(str(node.target)) == name:
+                    return parameter
+                return values.get(node, self.env[node])
+
+            for node in chain:
+                args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)
+                if node.op == "call_method":
+                    values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = read(use.constant)
+            assert isinstance(result, Tensor)
+            return result
+
+        # In float32 also for a model in half precision: what is pulled may be a clipped sum, which must not be rounded.
+        back = torch.func.vjp(lambda parameter: wide(constant(parameter)), wide(self.attributes_of(name)))[1]
+
+        def pull(grad: Tensor) -> Tensor:
+            (result,) = back(grad.reshape(self.env[use.constant].shape))
+            assert isinstance(result, Tensor)
+            return result
+
+        return pull
+
+    def _between(self, constant: fx.Node, name: str) -> list[fx.Node]:
+        """The nodes from a parameter to a constant, in order. Others that the constant needs are read as they were."""
+        wanted: set[fx.Node] = set()
+        stack = [constant]
+        while stack:
+            node = stack.pop()
+            inside = node.op in ("call_function", "call_method") and name in self.plan.uses.made_of.get(node, ())
+            if inside and node not in wanted:
+                wanted.add(node)
+                stack.extend(node.all_input_nodes)
+        chain = [node for node in self.plan.base.graph.nodes if node in wanted]
+        if drawn := next((node for node in chain if draws_random(node)), None):
+            raise PerSampleGradientError(
+                f"parameter {name!r} goes through {op_name(drawn)} ({node_source(drawn) or drawn.name}), which draws "
+                "random numbers: its gradient needs the draw of the forward. Fix: draw first, as a mask or noise that "
+                "is then multiplied with, or added to, the parameter"
+            )
+        return chain

@@ -1,0 +1,217 @@
+"""Where the parameters of a model meet the batch: the uses whose per-sample gradients clipping needs.
+
+A node of the graph either has rows, one or more per sample, or it is constant: computed from parameters and buffers
+alone. A *use* is a node with rows that takes a constant made of trainable parameters. Up to there gradients are
+autograd's; at a use the gradient is taken apart by sample; and from the constant back to its parameters it is a linear
+map, the same for all samples.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from dpquant_compile.errors import PerSampleGradientError
+from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.canonical.functionalize import mutated_input
+from dpquant_compile.passes.runner import node_source, op_name, read_attribute
+from dpquant_compile.sites import BatchAxis
+
+__all__ = ["Use", "Uses", "axis_of", "find_uses", "named_arguments", "read_attribute", "refuse_whole_modules"]
+
+# Methods and functions that only choose or move elements; a gradient keeps its norm on the way back through them.
+_VIEWS = (
+    "view reshape transpose permute t getitem slice narrow select chunk split split_with_sizes unbind flatten "
+    "unflatten squeeze unsqueeze contiguous movedim swapaxes swapdims tensor_split view_as reshape_as"
+).split()
+
+
+@dataclass(frozen=True)
+class Use:
+    """One node that takes a constant.
+
+    node      the node with rows
+    constant  the node that gives the constant
+    slots     names of the arguments that it is given as
+    params    trainable parameters that the constant is made of
+    whole     whether the constant is a parameter itself
+    """
+
+    node: fx.Node
+    constant: fx.Node
+    slots: tuple[str, ...]
+    params: tuple[str, ...]
+    whole: bool
+
+    def __str__(self) -> str:
+        return f"{op_name(self.node)} ({node_source(self.node) or self.node.name})"
+
+
+@dataclass(frozen=True)
+class Uses:
+    """All uses of a graph's trainable parameters.
+
+    names       the one name that each get_attr target of a parameter goes by; tied weights share one
+    made_of     the parameters that each constant has its gradient to; none where gradients were switched off
+    separate    parameters whose uses touch different elements each, so that their squared norms add up
+    """
+
+    uses: tuple[Use, ...]
+    names: Mapping[str, str]
+    made_of: Mapping[fx.Node, tuple[str, ...]]
+    separate: frozenset[str]
+
+    def of(self, name: str) -> list[Use]:
+        return [use for use in self.uses if name in use.params]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The trainable parameters that the graph uses, in the model's order."""
+        used = {name for use in self.uses for name in use.params}
+        return tuple(name for name in dict.fromkeys(self.names.values()) if name in used)
+
+
+def axis_of(node: fx.Node) -> BatchAxis | None:
+    """Where the rows of a node lie; None for a constant."""
+    axis: BatchAxis | None = node.meta.get("batch_axis") or node.meta.get("expanded_batch")
+    return axis
+
+
+def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
+    """The uses of trainable parameters, given by id and name, in a graph that `verify_isolation` has passed.
+
+    Raises `PerSampleGradientError`, naming the parameter, where a gradient cannot be taken apart by sample.
+    """
+    names = _canonical_names(gm, trainable)
+    made_of: dict[fx.Node, tuple[str, ...]] = {}
+    uses: list[Use] = []
+    tracked = True  # whether gradients flow here: a model may switch them off for a part of its forward
+    for node in gm.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            tracked = bool(node.args[0])
+        if node.op == "get_attr":
+            made_of[node] = (names[str(node.target)],) if str(node.target) in names else ()
+            continue
+        constants = [source for source in node.all_input_nodes if made_of.get(source)]
+        if node.op == "output":
+            _refuse_output(constants, made_of)
+            continue
+        if mutated_input(node) is not None and constants:
+            raise PerSampleGradientError(
+                f"parameter {made_of[constants[0]][0]!r} is written in forward ({node_source(node) or node.name}); a "
+                "private gradient needs parameters that only the optimizer changes"
+            )
+        if not tracked or op_name(node) in ("detach", "detach_"):
+            made_of[node] = ()
+            continue
+        if axis_of(node) is None:
+            made_of[node] = tuple(dict.fromkeys(name for source in constants for name in made_of[source]))
+            continue
+        for source in constants:
+            uses.append(_use(node, source, made_of[source]))
+    by_name = {name: [use for use in uses if name in use.params] for name in set(names.values())}
+    separate = frozenset(name for name, own in by_name.items() if _apart(gm, own, name))
+    return Uses(tuple(uses), names, made_of, separate)
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by the names of its signature, defaults filled in; by position where it has none."""
+    if node.target in CONVS or node.target is F.linear:  # builtins without a signature; `canonicalize` has ordered them
+        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+        return dict(zip(names, node.args, strict=False))
+    if node.op == "call_function" and node.target is not operator.getitem:
+        try:
+            bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+            bound.apply_defaults()
+            return dict(bound.arguments)
+        except (TypeError, ValueError):
+            pass
+    return {**{str(i): arg for i, arg in enumerate(node.args)}, **node.kwargs}
+
+
+def _use(node: fx.Node, source: fx.Node, params: tuple[str, ...]) -> Use:
+    arguments = named_arguments(node)
+    slots = tuple(name for name, value in arguments.items() if value is source)
+    return Use(node, source, slots, params, source.op == "get_attr")
+
+
+def _canonical_names(gm: fx.GraphModule, trainable: Mapping[int, str]) -> dict[str, str]:
+    targets = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
+    values = ((target, read_attribute(gm, target)) for target in targets)
+    return {target: trainable[id(value)] for target, value in values if id(value) in trainable}
+
+
+def _selection(gm: fx.GraphModule, use: Use) -> Tensor | None:
+    """The numbers of the elements that a chain of views chooses, found by sending numbers through it; else None."""
+    node, chain = use.constant, list[fx.Node]()
+    while node.op != "get_attr":
+        name = op_name(node).removesuffix("_copy")
+        sources = [source for source in node.all_input_nodes if axis_of(source) is None]
+        if len(use.params) != 1 or name not in _VIEWS or len(node.all_input_nodes) != 1 or len(sources) != 1:
+            return None
+        chain.append(node)
+        node = sources[0]
+    parameter: Tensor = read_attribute(gm, str(node.target))
+    numbers: Any = torch.arange(parameter.numel()).reshape(parameter.shape)
+    for step in reversed(chain):
+        args, kwargs = fx.map_arg((step.args, step.kwargs), partial(_constant, numbers))
+        function: Callable[..., Any] = (
+            getattr(args[0], str(step.target)) if step.op == "call_method" else step.target  # type: ignore[assignment]
+        )
+        numbers = function(*(args[1:] if step.op == "call_method" else args), **kwargs)
+    return numbers.flatten() if isinstance(numbers, Tensor) else None
+
+
+def _constant(value: Any, node: fx.Node) -> Any:
+    return value
+
+
+def _apart(gm: fx.GraphModule, uses: Sequence[Use], name: str) -> bool:
+    """Whether no element of a parameter is used twice."""
+    if any(use.params != (name,) or len(use.slots) != 1 for use in uses):
+        return False
+    if len(uses) == 1 and uses[0].whole:
+        return True
+    chosen = [part for use in uses if (part := _selection(gm, use)) is not None]
+    if len(chosen) < len(uses):
+        return False
+    numbers = torch.cat([torch.zeros(0, dtype=torch.int64), *chosen])
+    return len(numbers.unique()) == len(numbers)
+
+
+def refuse_whole_modules(gm: fx.GraphModule, trainable: Mapping[int, str]) -> None:
+    """Raise for modules that are called as they are: what is inside them cannot be seen."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            _refuse_module(gm, node, trainable)
+
+
+def _refuse_module(gm: fx.GraphModule, node: fx.Node, trainable: Mapping[int, str]) -> None:
+    module = gm.get_submodule(str(node.target))
+    held = next((trainable[id(p)] for p in module.parameters() if id(p) in trainable), None)
+    if held is not None:
+        raise PerSampleGradientError(
+            f"parameter {held!r} is used inside {type(module).__name__} {node.target!r}, which stays whole (it has "
+            "hooks, or its products lie inside one operator), so its gradient cannot be taken apart by sample. Fix: "
+            "remove the hooks, write the layer with nn.Linear and functions of torch, or freeze the parameter by "
+            "requires_grad_(False)"
+        )
+    if next(module.buffers(), None) is not None or next(module.parameters(), None) is not None:
+        raise PerSampleGradientError(
+            f"module {node.target!r} ({type(module).__name__}) stays whole and holds tensors: private training needs a "
+            "graph of operators. Fix: remove its hooks, or write it with functions of torch"
+        )
+
+
+def _refuse_output(constants: Sequence[fx.Node], made_of: Mapping[fx.Node, tuple[str, ...]]) -> None:
+    if constants:
+        raise PerSampleGradientError(
+            f"the model returns {constants[0].name!r}, which is made of parameter {made_of[constants[0]][0]!r} alone: "
+            "a loss on it has no per-sample gradient. Fix: return only what depends on the batch"
+        )

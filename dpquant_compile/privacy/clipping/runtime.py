@@ -1,0 +1,454 @@
+"""A private session: what a compiled model does in train() once a privacy engine has taken it.
+
+Each training forward runs on a micro-batch, padded to one fixed size, and its backward leaves the sum of clipped
+gradients in `parameter.summed_grad`, where Opacus' optimizers keep theirs. Autograd never sees a parameter, so no
+gradient reaches one around the clipping. The sums have no noise yet: they are not saved with the model.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from dpquant_compile.backends.ops.private_site import empty_packed, pack_weight
+from dpquant_compile.backends.ops.site import site_call
+from dpquant_compile.engine_interface import Internals
+from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.link_table import LinkTable
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.passes.batch.track_batch import batch_size
+from dpquant_compile.passes.batch.verify_isolation import verify_isolation
+from dpquant_compile.passes.precision.insert_switches import site_arguments
+from dpquant_compile.passes.runner import bind_inputs, run_passes
+from dpquant_compile.privacy.clipping.bounds import Clipping
+from dpquant_compile.privacy.clipping.joint_graph import Plan, packed_key
+from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, read_attribute, refuse_whole_modules
+from dpquant_compile.privacy.clipping.program import Inputs, PrivateProgram
+from dpquant_compile.privacy.constants import Constants
+from dpquant_compile.privacy.data.poisson_loader import MicroBatch
+from dpquant_compile.privacy.hooks import refuse_hooks
+from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
+from dpquant_compile.programs import Program
+from dpquant_compile.sites import BatchAxis
+
+__all__ = ["Session", "UnnoisedSum", "padded", "real_rows"]
+
+
+class UnnoisedSum(Tensor):
+    """A sum of clipped gradients before noise. It is used like any tensor, and pickled as None.
+
+    Guarantee: whoever saves a model, an optimizer or a parameter in the middle of a step writes no such sum to disk.
+    """
+
+    # What is computed from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own do
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: Any) -> "UnnoisedSum":
+        return self.detach().clone().as_subclass(UnnoisedSum)
+
+
+class Session:
+    """Runs a compiled model's training forwards privately.
+
+    parameters  the trainable parameters that the optimizer holds, by name, in its order
+    physical    the one batch size of the compiled programs; smaller micro-batches are padded to it
+    mean        whether the loss is a mean over the batch, so that gradients come divided by its size
+    bits        the secret that random bits are drawn from
+    constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
+    """
+
+    def __init__(
+        self,
+        model: CompiledModule,
+        parameters: Mapping[str, nn.Parameter],
+        clipping: Clipping,
+        physical: int,
+        mean: bool,
+        *,
+        bits: SecretBits,
+        constant_inputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.bits = bits
+        self.internals: Internals = model.internals()
+        self.constants = Constants(self.internals.original, constant_inputs or {})
+        self.parameters = dict(parameters)
+        self.clipping = clipping
+        self.physical = physical
+        self.mean = mean
+        self.micro: MicroBatch | None = None
+        self.dropped = 0
+        self.paid: float | None = None  # the noise multiplier that was accounted for before this logical batch was read
+        self.wanted = clipping.sensitivity  # what a schedule has last set max_grad_norm to
+        self._scale = 1.0  # of the clipping bounds, for as long as a sum is under way
+        self._used: set[str] = set()
+        self._rows: int | None = None
+        self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
+        self._forwards = (0, 0)  # (step, forwards of that step so far)
+        self._pinned: Hashable = None  # what all micro-batches of a logical batch must have in common
+        self._sums: dict[str, Tensor] = {}
+        self.by_hand = False  # whether samples are in the sums that the loader did not draw
+        self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
+        self._open: _Call | None = None  # the last forward, until its backward
+        self._spent = False  # whether this micro-batch has had its backward
+        self._released = True  # whether the sums that lie in the parameters have been used by a step
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def begin(self) -> None:
+        """Take over the model's training forwards."""
+        self.model.attach(self)
+
+    def take_bits(self, bits: SecretBits) -> None:
+        """Go on with other random bits, when the noise gets another key: a checkpoint is loaded, a replay is left."""
+        self.bits = bits
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether a program of this session has random operators, such as dropout."""
+        return any(private.draws_random for _, private in self._programs.values())
+
+    def uses(self, name: str) -> bool:
+        """Whether a parameter has gradients; what is not known yet has."""
+        return not self._used or name in self._used
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The parameters that have gradients, by the programs made so far."""
+        return frozenset(self._used)
+
+    def add_used(self, names: Iterable[str]) -> None:
+        """Take parameters for used that another process of this run has used."""
+        self._used.update(names)
+
+    # The loop around it
+
+    def announce(self, micro: MicroBatch | None) -> None:
+        """What the loader is about to hand out; None at the end of an iteration."""
+        self.micro, self._open, self._spent = micro, None, False
+        if micro is None:
+            self.paid = None  # for a batch that was not used; what comes by hand is another
+        if micro is None or micro.first:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop sums that no step has used: a sample must not be in two steps' sums by way of a batch that was left."""
+        self._sums.clear()
+        self.by_hand = False
+        for parameter in self.parameters.values():
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        self._released = True
+
+    def release(self) -> dict[str, Tensor | None]:
+        """The sums for a step to use, once; None for parameters that had no gradient."""
+        if not self.model.is_run_by(self):
+            raise PrivateTrainingError(
+                "this optimizer belongs to an earlier make_private: the model has been made private anew since, with a "
+                "clipping bound and an account of its own. Fix: use the optimizer that the last make_private returned"
+            )
+        if not self._sums:  # a step without a batch: noise alone, for the bound of now
+            self._scale = self.wanted / self.clipping.sensitivity
+        self._released, self._open = True, None
+        return {name: self._sums.get(name) for name in self.parameters}
+
+    @property
+    def rows(self) -> int | None:
+        """How many samples the last training forward had; None where there is no telling, as in evaluation."""
+        return self._rows if self.model.training and torch.is_grad_enabled() else None
+
+    def ways(self) -> tuple[tuple[str, str, str], ...]:
+        """How the per-sample gradients of each parameter are taken, by the programs made so far."""
+        rows = {row[0]: row for _, private in self._programs.values() for row in private.ways}
+        unused = (name for name in self.parameters if self._programs and name not in rows)
+        return (*rows.values(), *((name, "", "not used: no gradient, no noise") for name in unused))
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that one sample has added to the sums that lie in the parameters now."""
+        return self.clipping.sensitivity * self._scale
+
+    # One micro-batch
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training forward."""
+        refuse_hooks(self.model)
+        args, kwargs = self.internals.programs.normalise(args, kwargs)
+        size = batch_size(args, kwargs)
+        self._check_call(size, args, kwargs)
+        self._open = None
+        scale = self.wanted / self.clipping.sensitivity if self._released else self._scale
+        self._check_pinned()
+        if size == 0:
+            args, kwargs = tree_map(self._blank, (args, kwargs))
+        program = self._program(args, kwargs, size)
+        given = bind_inputs(program.base, args, kwargs)
+        self.constants.check_call(program.base, given, args, kwargs, "training")
+        table = self.internals.begin(self.physical, self._ids(size), self.bits)
+        inputs = self._inputs(program, given, size, table, scale)
+        private = self._private(program, inputs, (args, kwargs))
+        self.constants.check_read(program.base, private.attributes, self.parameters)
+        call = _Call(self, private, size, scale)
+        apply: Any = _Run.apply
+        with self._random_operators(private, table.keys.device):
+            flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
+        self._open, self._rows = call, size
+        return _unpadded(program.base, private, flat, size)
+
+    def finish(self, call: "_Call", sums: Sequence[Tensor], dropped: Tensor) -> None:
+        """Add what one backward has made to the sums."""
+        self.dropped += int(dropped)
+        self._open, self._spent = None, True
+        if self._released:
+            self.forget()
+            self._released, self._scale = False, call.scale
+        self.by_hand |= self.micro is None
+        for name, total in zip(call.program.plan.order, sums, strict=True):
+            # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total.as_subclass(UnnoisedSum)
+            self.parameters[name].summed_grad = self._sums[name]  # type: ignore[attr-defined]
+
+    def check(self, call: "_Call") -> None:
+        """Refuse a backward that would let a sample count twice, or is changed by a hook."""
+        refuse_hooks(self.model)
+        if call is not self._open:
+            raise PrivateTrainingError(
+                "this backward goes through a forward that is not the model's last one, or that has had its backward. "
+                "Each sample's gradient is clipped as a whole, so a micro-batch has one forward and one backward. Fix: "
+                "one call of the model per batch from the loader; run others, for metrics, under torch.no_grad()"
+            )
+        if self._spent and self.micro is not None:
+            raise PrivateTrainingError(
+                "a second backward for one micro-batch of the loader: its samples would count twice. Fix: one forward "
+                "and one backward for each batch that the loader yields"
+            )
+        if self.micro is None and self._sums and not self._released:
+            raise PrivateTrainingError(
+                "a second backward before optimizer.step(), on batches that did not come from the loader: a sample "
+                "that is in both counts twice, and is paid for once. Fix: one backward for each step; the loader that "
+                "make_private returned cuts large batches to max_physical_batch_size by itself"
+            )
+
+    def _check_call(self, size: int, args: Any, kwargs: Any) -> None:
+        if size > self.physical:
+            raise PrivateTrainingError(
+                f"the model was called on {size} samples, but its programs hold {self.physical}: take batches from the "
+                "loader that make_private returned, or raise max_physical_batch_size"
+            )
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]):
+            raise PrivateTrainingError(
+                "an input of the model requires a gradient. A private program gives none to its inputs: detach it, or "
+                "put what made it into the model"
+            )
+
+    def _check_pinned(self) -> None:
+        """Refuse a micro-batch that other weights, policy or modes are used for than for those that are in the sums.
+
+        Where a batch is cut depends on who is in it: a record more would move others to another side of the change.
+        """
+        now = (self.model.step, self.model.policy, self.internals.programs.setting())
+        if self._released:
+            self._pinned = now
+        elif now != self._pinned:
+            names = ("parameters, or model.step,", "the policy", "train() or requires_grad")
+            held: Any = self._pinned
+            what = next(name for name, a, b in zip(names, held, now, strict=True) if a != b)
+            raise PrivateTrainingError(
+                f"{what} changed between two micro-batches of one logical batch. Which samples are in which of them "
+                "depends on the others, so the change would carry from sample to sample. Fix: make it after the "
+                "optimizer's step at the end of the logical batch, or between epochs"
+            )
+
+    def _random_operators(self, private: PrivateProgram, device: torch.device) -> AbstractContextManager[None]:
+        """Let dropout and the like draw from the run's secret, anew in each forward of a step."""
+        if not private.draws_random:
+            return nullcontext()
+        step, before = self.model.step, self._forwards
+        self._forwards = (step, before[1] + 1 if before[0] == step else 0)
+        return self.bits.random_operators(*self._forwards, device)
+
+    def _ids(self, size: int) -> Tensor:
+        ids = self.model.sample_ids if self.micro is None else self.micro.ids
+        if ids is None:
+            ids = torch.arange(size)
+        if len(ids.unique()) < len(ids):
+            raise PrivateTrainingError(
+                "model.sample_ids names a sample twice, which then counts twice however its gradient is clipped. Fix: "
+                "put each sample into a batch once"
+            )
+        if len(ids) != size and not (len(ids) == 0 and size == 1):  # an empty batch may come as one made-up row
+            raise PrivateTrainingError(
+                f"the loader gave {len(ids)} samples and the model was called on {size} rows: each row of a private "
+                "batch is one sample. Fix: call the model on the batch as it comes; run other data under "
+                "torch.no_grad()"
+            )
+        return torch.cat([ids, torch.full((self.physical - len(ids),), -1, dtype=torch.int64)])
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Program:
+        program: Program = self.internals.programs.get(args, kwargs, size or self.physical)
+        if not program.any_batch and size not in (0, self.physical):
+            raise PrivateTrainingError(
+                f"this model writes its batch size as a number, so a micro-batch of {size} cannot be padded to "
+                f"{self.physical}. Fix: take sizes from x.shape in forward()"
+            )
+        return program
+
+    def _blank(self, value: Any) -> Any:
+        empty = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 0
+        return value.new_zeros((self.physical, *value.shape[1:])) if empty else value
+
+    def _inputs(self, program: Program, given: Sequence[Any], size: int, table: LinkTable, scale: float) -> Inputs:
+        placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
+        args = [padded(node, value, size, self.physical) for node, value in zip(placeholders, given, strict=True)]
+        device = table.keys.device
+        real = 0 if self.micro is not None and len(self.micro.ids) == 0 else size
+        live = torch.arange(self.physical, device=device) < real
+        bounds = torch.tensor([bound * scale for bound in self.clipping.bounds], device=device)
+        return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
+
+    def _weights(self, program: Program, table: LinkTable) -> dict[str, Tensor]:
+        """The sites' weights as low-precision products take them, where the policy asks for it; kept until a step."""
+        weights: dict[str, Tensor] = {}
+        for node in program.base.graph.nodes:
+            row = program.rows.get(node.meta["site"].name) if "site" in node.meta else None
+            weight = node.args[1] if row is not None else None
+            if row is None or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+                continue
+            key, value = packed_key(str(weight.target), row), read_attribute(program.base, str(weight.target))
+            # What is written through `.data` raises no version, but a tensor that is put there has another address.
+            state: tuple[Any, ...] = (value.data_ptr(), value.dtype, value.shape)
+            if low := bool(table.policy[row]):
+                state += (value._version, int(table.keys[row, 0]))
+            if self._packed.get(key, (None,))[0] != state:
+                call = site_call(**site_arguments(node, row, str(self.internals.spec.recipe)))
+                packed = pack_weight(value, table.keys, call) if low else empty_packed(value, call)
+                self._packed[key] = (state, packed, value)  # held, so that its address stays its own
+            weights[key] = self._packed[key][1]
+        return weights
+
+    def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
+        if id(program) not in self._programs:
+            # Bounds, noise and seeds are no part of a program, so a second run of the same model finds it compiled.
+            held = tuple(self.parameters), _tensors(self.internals.original)
+            kind = (id(program), self.clipping.mode, self.physical, held)
+            kept = self.internals.programs.private
+            if kind not in kept:
+                kept[kind] = (program, self._built(program, inputs, call))
+            self.constants.check_attributes(program.attributes)
+            self._programs[id(program)] = kept[kind]
+            self._used |= set(kept[kind][1].plan.order)
+        return self._programs[id(program)][1]
+
+    def _built(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
+        trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
+        refuse_whole_modules(program.base, trainable)
+        step = partial(verify_isolation, args=call[0], kwargs=call[1])
+        run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
+        uses = find_uses(program.base, trainable)
+        order = tuple(name for name in self.parameters if name in uses.parameters)
+        recipe = str(self.internals.spec.recipe)
+        places = tuple(list(self.parameters).index(name) for name in order)
+        plan = Plan(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
+        return PrivateProgram(plan, inputs, self.internals.spec.inner, self.internals.programs.recorder)
+
+
+class _Call:
+    """One forward, until its backward."""
+
+    def __init__(self, session: Session, program: PrivateProgram, size: int, scale: float) -> None:
+        self.session, self.program, self.size, self.scale = session, program, size, scale
+        self.saved: list[Any] | None = None
+        self.versions = self._versions()
+
+    def _versions(self) -> int:
+        return sum(parameter._version for parameter in self.session.parameters.values())
+
+    def backward(self, grads: Sequence[Tensor]) -> None:
+        session = self.session
+        session.check(self)
+        if self.versions != self._versions():
+            raise PrivateTrainingError(
+                "parameters were changed between the forward and its backward: the gradient would belong to neither. "
+                "Fix: call optimizer.step() after backward()"
+            )
+        assert self.saved is not None
+        saved, self.saved = self.saved, None
+        scale = self.size if session.mean else 1
+        tangents = [
+            (grad * scale).contiguous()
+            for grad, wanted in zip(grads, self.program.differentiable, strict=True)
+            if wanted
+        ]
+        session.finish(self, *self.program.run_backward(saved, tangents))
+
+
+class _Run(torch.autograd.Function):
+    """Ties a program to autograd: its only differentiable input is an anchor that stands for all parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: _Call, inputs: Inputs) -> tuple[Any, ...]:
+        outputs, call.saved = call.program.run_forward(inputs)
+        ctx.call = call
+        flags = zip(outputs, call.program.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(value for value, wanted in flags if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.call.backward(grads)
+        return None, None, None
+
+
+def _unpadded(base: fx.GraphModule, private: PrivateProgram, flat: Sequence[Tensor], size: int) -> Any:
+    """The model's outputs for the samples of the batch alone, in the form that the model gives them."""
+    output = next(node for node in base.graph.nodes if node.op == "output")
+    leaves, spec = tree_flatten(output.args[0])
+    values = iter(flat)
+    result = [
+        real_rows(next(values), axis_of(leaf), size) if constant is private.TENSOR else constant
+        for leaf, constant in zip(leaves, private.outputs, strict=True)
+    ]
+    return base.graph._codegen.process_outputs(tree_unflatten(result, spec))
+
+
+def _tensors(model: nn.Module) -> tuple[Hashable, ...]:
+    """What a program is compiled for: every tensor of the model, which are one, and which train."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return tuple(
+        (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
+        for name, t in named
+    )
+
+
+def padded(node: fx.Node, value: Any, size: int, physical: int) -> Any:
+    """An argument for `physical` samples: rows past the end repeat the first, so that they hold sensible numbers."""
+    leaves, spec = tree_flatten(value)
+    missing = physical - size if size else 0
+    if not missing:
+        return value
+    filled = [
+        torch.cat([leaf, leaf[:1].expand(missing, *leaf.shape[1:])]) if batched else leaf
+        for leaf, batched in zip(leaves, node.meta["batch_leaves"], strict=True)
+    ]
+    return tree_unflatten(filled, spec)
+
+
+def real_rows(value: Tensor, axis: BatchAxis | None, size: int) -> Tensor:
+    """An output without the rows of padding."""
+    if axis is None:
+        return value
+    dim = axis.dim % value.dim()
+    if axis.outer == 1:
+        return value.narrow(dim, 0, size * axis.inner)
+    split = value.reshape(*value.shape[:dim], axis.outer, -1, axis.inner, *value.shape[dim + 1 :])
+    kept = split.narrow(dim + 1, 0, size)
+    return kept.reshape(*value.shape[:dim], math.prod((axis.outer, size, axis.inner)), *value.shape[dim + 1 :])

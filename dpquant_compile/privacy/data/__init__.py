@@ -1,0 +1,1 @@
+"""Poisson batches and losses that keep samples apart."""

@@ -1,0 +1,186 @@
+"""`PrivateCriterion`: the user's loss as a sum over samples of functions of one sample each.
+
+DP-SGD clips what one sample adds to the gradient, so that must depend on this sample alone. The usual reductions do
+not see to it: the mean of `nn.CrossEntropyLoss(weight=w)`, or with an `ignore_index`, divides by a sum over the batch.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.privacy.hooks import refuse_hooks
+
+__all__ = ["PrivateCriterion"]
+
+REDUCTIONS = ("mean", "sum", "none", "batchmean")
+
+
+class PrivateCriterion(nn.Module):
+    """The user's loss with each sample's own loss at its heart, reduced over the batch as the user asked.
+
+    `criterion` is a module with an attribute `reduction`, or a function with a keyword `reduction`, that knows
+    "none"; `.reduction` is its own unless another is given. It is always evaluated with "none", to [B, ...]; then
+
+    - "mean": each sample's mean over its own positions, then the mean over the B samples. Where a target equals the
+      `ignore_index`, the position counts for nothing: the mean is over the sample's other ones, and a sample with none
+      has loss 0 but is still one of the B. Class weights scale a sample's loss and are not divided out again.
+    - "batchmean": each sample's sum, then the mean over samples. "sum": the sum of it all.
+    - "none": what the criterion gives; to reduce it, sample by sample, is up to the caller.
+
+    Without class weights and ignored positions, these are the values that the criterion itself would give. A batch of
+    no samples has loss 0, with a graph.
+
+    `samples` gives the number of samples in the batch where that is known: the loss must have as many rows. Where it
+    is not (None), the loss must have as many rows as the first or second tensor of the call.
+
+    `verify` compares, at the first call with two samples or more, each sample's loss in the batch with that in a part
+    of the batch. This finds a loss that mixes samples, but is a check on these samples and not a proof.
+    """
+
+    def __init__(
+        self,
+        criterion: Callable[..., Any],
+        reduction: str | None = None,
+        samples: Callable[[], int | None] = lambda: None,
+        verify: bool = True,
+    ) -> None:
+        super().__init__()
+        # torch.compile's wrapper hands attributes on to the module inside: a copy of it has no reduction of its own.
+        self.criterion: Any = getattr(criterion, "_orig_mod", criterion)
+        self.samples = samples
+        self.verify = verify  # still to do
+        self._settable = hasattr(self.criterion, "reduction")  # else `reduction` is a keyword of the call
+        self._defaults = _defaults(self.criterion)
+        if not self._settable and "reduction" not in self._defaults:
+            raise PrivacySpecError(
+                f"{self._name} has no reduction that can be set to 'none', so the loss of each sample is not known. "
+                "Give a module with an attribute, or a function with a keyword, `reduction` that can be 'none'"
+            )
+        if reduction is None:
+            reduction = self.criterion.reduction if self._settable else self._defaults["reduction"]
+        if reduction not in REDUCTIONS:
+            raise PrivacySpecError(f"reduction={reduction!r} of {self._name}: give one of {', '.join(REDUCTIONS)}")
+        if reduction == "mean" and (isinstance(self.criterion, nn.CTCLoss) or self.criterion is F.ctc_loss):
+            raise PrivacySpecError("the mean of a CTC loss divides by target lengths; give reduction='sum' or 'none'")
+        if any(p.requires_grad for p in self.parameters()):
+            raise PrivacySpecError(
+                f"{self._name} has trainable parameters, whose gradients nothing clips; make them part of the model"
+            )
+        self.reduction: str = reduction
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
+        losses = self._checked(args, kwargs)
+        if self.reduction == "none":
+            return losses
+        total = self._shares(losses, args, kwargs).sum()
+        return total if self.reduction == "sum" else total / max(len(losses), 1)
+
+    def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Each sample's own loss, [B]: what `forward` adds up."""
+        losses = self._shares(self._checked(args, kwargs), args, kwargs)
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+    def _checked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        losses = self._with_rows(self._unreduced(args, kwargs), [*args, *kwargs.values()])
+        if self.verify and len(losses) > 1:
+            self._compare_with_parts(losses.detach(), args, kwargs)
+            self.verify = False
+        return losses
+
+    def _shares(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Losses [B, ...] such that the sum over a sample's is its own loss."""
+        if self.reduction not in ("mean", "none") or losses.ndim == 1:
+            return losses
+        counted = self._counted(losses, args, kwargs).sum(tuple(range(1, losses.ndim)), keepdim=True)
+        return losses / counted.clamp(min=1)
+
+    def extra_repr(self) -> str:
+        return f"{self._name}, reduction={self.reduction!r}"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self.criterion, "__name__", type(self.criterion).__name__))
+
+    def _unreduced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._settable:
+            return self.criterion(*args, **kwargs, reduction="none")
+        # A shallow copy for each call: it shares buffers and mode with the user's criterion, which stays as it is.
+        criterion = copy.copy(self.criterion)
+        criterion.reduction = "none"
+        return criterion(*args, **kwargs)
+
+    def _with_rows(self, losses: Any, inputs: list[Any]) -> Tensor:
+        """`losses`, which must be a tensor with one row for each sample."""
+        known = self.samples()
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        # The second tensor is the target: losses on sequences may have the batch second in the first one.
+        wanted = {known} if known is not None else {len(x) for x in tensors[:2] if x.ndim > 0}
+        if isinstance(losses, Tensor) and losses.ndim > 0 and len(losses) in wanted:
+            return losses
+        got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise PrivacySpecError(
+            f"{self._name} with reduction='none' gives {got}, but must give one row for each sample, here "
+            f"{' or '.join(map(str, sorted(wanted))) or 'unknown'}. Keep the batch as the first dimension and flatten "
+            "nothing into it (cross entropy takes [B, C, T] with targets [B, T])"
+        )
+
+    def _counted(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Which positions of the loss count: not those that the criterion ignores."""
+        call = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **kwargs}
+        ignore = getattr(self.criterion, "ignore_index", call.get("ignore_index"))
+        target = call.get("target", args[1] if len(args) > 1 else None)
+        # A target of another shape or of floating point holds class probabilities, of which none is ignored.
+        if ignore is None or target is None or target.shape != losses.shape or target.is_floating_point():
+            return torch.ones_like(losses, dtype=torch.bool)
+        return torch.ne(target, ignore)
+
+    def _compare_with_parts(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        size = len(losses)
+        names = [*self._defaults, *[""] * len(args)]
+        tolerance = max(1e-4, 4 * torch.finfo(losses.dtype).eps)
+        scale = float(losses.nan_to_num(0, 0, 0).abs().max()) if losses.numel() else 0.0
+        for rows in (list(range((size + 1) // 2)), list(range(1, size, 2))):
+            some_args = [_rows(name, x, rows, size) for name, x in zip(names, args, strict=False)]
+            some_kwargs = {name: _rows(name, x, rows, size) for name, x in kwargs.items()}
+            whole = losses[rows]
+            try:
+                with torch.no_grad():
+                    part = self._unreduced(some_args, some_kwargs)
+            except Exception as error:
+                raise PrivacySpecError(
+                    f"{self._name} fails on a part of the batch, so it cannot be seen whether it keeps samples apart: "
+                    f"{error}. If it does, give verify=False"
+                ) from error
+            if part.shape != whole.shape or not torch.allclose(
+                part, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+            ):
+                raise PrivacySpecError(
+                    f"{self._name} mixes samples: some have other losses without the rest of the batch. DP-SGD needs a "
+                    "loss that is a function of one sample (are output and target of the same shape?); if it is one "
+                    "but random, give verify=False"
+                )
+
+
+def _defaults(criterion: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of a call by name, in order, with their defaults."""
+    try:
+        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+    except (TypeError, ValueError):  # builtins have none
+        return {}
+    return {name: parameter.default for name, parameter in signature.parameters.items()}
+
+
+def _rows(name: str, x: Any, rows: list[int], size: int) -> Any:
+    """The argument `x` for some of the samples."""
+    if isinstance(x, Tensor) and x.ndim > 0 and not name.endswith("weight"):  # weights may be as many by chance
+        if len(x) == size:
+            return x[rows]
+        return x[:, rows] if x.ndim > 1 and x.shape[1] == size else x
+    return [x[i] for i in rows] if isinstance(x, list | tuple) and len(x) == size else x

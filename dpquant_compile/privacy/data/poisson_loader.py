@@ -1,0 +1,373 @@
+"""`private_loader`: Poisson batches, cut into micro-batches that fit the memory, each announced before it is yielded.
+
+The engine must know which samples the user's loop works on, and where one optimizer step ends and the next begins.
+A data loader that yields plain batches does not say so; this one tells a listener.
+"""
+
+import copy
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from opacus.data_loader import DPDataLoader
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.privacy.mechanism.secret_bits import uniform_numbers
+
+__all__ = [
+    "Hooks",
+    "Listener",
+    "MicroBatch",
+    "PrivateLoader",
+    "SecurePoissonSampler",
+    "SharedUniform",
+    "private_loader",
+    "secure_uniform",
+]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Which samples the user's loop is about to get."""
+
+    ids: Tensor  # int64 [b], dataset indices of the samples; b may be 0
+    first: bool  # the first micro-batch of its logical (Poisson) batch
+    last: bool  # the last one: the optimizer steps after it
+
+
+# Hears each micro-batch before the loop gets it, and None when an iteration is over, in whatever way.
+Listener = Callable[[MicroBatch | None], None]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What is called around the batches of an iteration: any of them may refuse what follows by raising.
+
+    begins   before the first batch is drawn
+    before   before each logical batch is fetched
+    ends     after the last one, unless the loop was left before
+    """
+
+    begins: Callable[[], None] = lambda: None
+    before: Callable[[], None] = lambda: None
+    ends: Callable[[], None] = lambda: None
+
+
+def secure_uniform(n: int) -> Tensor:
+    """n numbers, uniform on the multiples of 2^-53 in [0, 1), from the operating system's cryptographic source."""
+    return uniform_numbers(os.urandom(8 * n))
+
+
+class SharedUniform:
+    """`secure_uniform` for several processes: numbers that all of them draw alike, from a key that one has made.
+
+    The key is new for each epoch, so that an epoch which processes left at different places does not part them.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def take_key(self, key: bytes) -> None:
+        """Begin the stream of a key that was never used, of 32 bytes."""
+        self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    def __call__(self, n: int) -> Tensor:
+        return uniform_numbers(self._stream.update(bytes(8 * n)))
+
+
+class SecurePoissonSampler(Sampler[list[int]]):
+    """Opacus' `UniformWithReplacementSampler` with `bits(n)` in place of `torch.rand(n)`."""
+
+    def __init__(self, num_samples: int, sample_rate: float, bits: Callable[[int], Tensor]) -> None:
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.bits = bits
+
+    def __len__(self) -> int:
+        return int(1 / self.sample_rate)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield torch.nonzero(self.bits(self.num_samples) < self.sample_rate).flatten().tolist()
+
+
+class _Share:
+    """This process' part of each batch: every process draws from the whole dataset and keeps its own samples.
+
+    Opacus draws from the process' own part, which ties the samples of two processes together when both have the
+    same seed, and skips an empty part, after which the processes no longer work on the same step.
+    """
+
+    def __init__(self, batches: Iterable[list[int]]) -> None:
+        self.batches = batches
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            yield [i for i in batch if i % self.world_size == self.rank]
+
+
+class _Splitter(Sampler[list[int]]):
+    """The batch sampler of a `PrivateLoader`: cuts logical batches, and queues what the loop will be told of each cut.
+
+    Workers fetch ahead of the loop, but the loader hands batches out in the order they were drawn: a queue is enough
+    to bring both together. Each iteration has its own, so what an abandoned one drew ahead stays with it.
+    """
+
+    def __init__(self, batches: Iterable[Iterable[Any]], steps: int, limit: int | None) -> None:
+        self.batches = batches
+        self.steps = steps
+        self.limit = limit
+        self.queue: deque[MicroBatch] = deque()
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.queue = deque()
+        return self._cut(self.queue)
+
+    def _cut(self, queue: deque[MicroBatch]) -> Iterator[list[int]]:
+        for batch in self.batches:
+            try:
+                ids = [operator.index(i) for i in batch]
+            except TypeError as error:
+                raise PrivacySpecError(f"the loader's batch sampler gives keys that are no integers: {error}") from None
+            if len(set(ids)) < len(ids):
+                raise PrivateTrainingError(
+                    "a batch holds the same sample twice, which then counts twice however its gradient is clipped; "
+                    "sample without replacement, or with poisson_sampling=True"
+                )
+            size = self.limit or max(len(ids), 1)
+            for start in range(0, max(len(ids), 1), size):
+                cut = ids[start : start + size]
+                last = start + size >= len(ids)
+                queue.append(MicroBatch(torch.tensor(cut, dtype=torch.int64), first=start == 0, last=last))
+                yield cut
+
+
+class _Collate:
+    """The user's collate function, and an empty batch of the same make for no samples.
+
+    The make is that of dataset[0], of which only shapes and types are kept.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, batch_first: bool, rand: bool) -> None:
+        self.collate = collate
+        self.batch_first = batch_first
+        self.rand = rand
+        # As torch's fetcher reads: __getitems__ is what a dataset may have in place of __getitem__.
+        samples = dataset.__getitems__([0]) if getattr(dataset, "__getitems__", None) else [dataset[0]]
+        self.empty = self._empty(collate(samples))
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self.collate(samples)
+        return self._empty(self.empty)  # a fresh one: the loop may change what it gets
+
+    def _empty(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor) and batch.ndim > 0:
+            shape = list(batch.shape)
+            # A vector has one entry per sample also where matrices have the batch second.
+            shape[0 if self.batch_first or len(shape) == 1 else 1] = int(self.rand)
+            if self.rand:
+                return torch.randint(0, 2, shape, device=batch.device).to(batch.dtype)
+            return batch.new_empty(shape)
+        if isinstance(batch, MutableMapping):
+            clone = copy.copy(batch)  # keeps the type, such as the one a tokenizer gives
+            clone.update({key: self._empty(value) for key, value in batch.items()})
+            return clone
+        if isinstance(batch, list | tuple):
+            if not self.rand and all(isinstance(entry, str | bytes) for entry in batch):
+                return type(batch)()  # how the default collate function gives strings: one per sample
+            entries = [self._empty(entry) for entry in batch]
+            return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+        if batch is None:
+            return None
+        raise PrivacySpecError(
+            f"collate_fn gives a {type(batch).__name__} without a row per sample. Poisson sampling can draw a batch of "
+            "no samples, which needs that form too: give tensors with a row per sample, in tuples, lists or dicts"
+        )
+
+
+class PrivateLoader(DataLoader[Any]):
+    """A data loader that yields micro-batches, and announces each to `listener`. Made by `private_loader`.
+
+    One iteration is live at a time: `iter(loader)` ends the one before, whose iterator raises when it is advanced
+    later. The listener hears None exactly once for each iteration that had begun, and before the next one's first
+    micro-batch. `len(loader)` counts logical batches, that is optimizer steps.
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        splitter: _Splitter,
+        collate_fn: Callable[[list[Any]], Any],
+        generator: torch.Generator | None,
+        listener: Listener,
+        hooks: Hooks,
+    ) -> None:
+        self._hooks = hooks
+        self.sample_rate = 1 / len(source)
+        self.size = len(source.dataset)  # type: ignore[arg-type]
+        self.expected_batch_size = max(1, self.size // len(source))  # not int(N · q), which rounding can put one lower
+        self.max_physical_batch_size = splitter.limit
+        self._splitter = splitter
+        self._listener = listener
+        self._turn = 0  # the number of iterators made so far
+        self._running = False  # the newest of them has begun and not ended
+        self.draws_ahead = False  # workers have batches that the loop has not asked for yet
+        kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
+        # By name: in `PoissonLoader`, super() is DPDataLoader, which would make a sampler of its own.
+        DataLoader.__init__(
+            self,
+            source.dataset,
+            batch_sampler=splitter,
+            collate_fn=collate_fn,
+            generator=generator,
+            persistent_workers=source.persistent_workers,
+            in_order=True,  # what is announced rests on it
+            **{name: getattr(source, name) for name in kept.split()},
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own private class
+        self._end()
+        self._turn += 1
+        return self._iterate(self._turn)
+
+    def _iterate(self, turn: int) -> Iterator[Any]:
+        self._check(turn)
+        self._running = True
+        try:
+            self._hooks.begins()
+            self._hooks.before()
+            batches = super().__iter__()
+            self.draws_ahead = self.num_workers > 0
+            queue, left = self._splitter.queue, self._splitter.steps - 1
+            for batch in batches:
+                micro = queue.popleft()
+                self._listener(micro)
+                yield batch
+                self._check(turn)
+                if micro.last and left > 0:
+                    left -= 1
+                    self._hooks.before()
+            self._hooks.ends()
+        finally:
+            if turn == self._turn:  # else the iter() that came after has said so
+                self._end()
+
+    def check_not_ahead(self) -> None:
+        """Refuse to go on with other randomness while workers hold batches that were drawn with what was."""
+        if self.draws_ahead:
+            raise PrivateTrainingError(
+                "this resumed run departs from the recorded one in the middle of an epoch, when the loader's workers "
+                "have drawn batches ahead that would come twice. Fix: change settings between epochs, or num_workers=0"
+            )
+
+    def _check(self, turn: int) -> None:
+        if turn != self._turn:
+            raise PrivateTrainingError(
+                "this iterator over the private loader is out of date: iter(loader), or a new for loop, has begun "
+                "another one since. Each optimizer step belongs to one batch, so iterate over a private loader "
+                "once at a time"
+            )
+
+    def _end(self) -> None:
+        if self._running:
+            self._running = self.draws_ahead = False
+            self._listener(None)
+
+
+class PoissonLoader(PrivateLoader, DPDataLoader):  # type: ignore[misc]  # Opacus has no types
+    """A `PrivateLoader` that is Opacus' `DPDataLoader` too: each sample is in each batch with chance `sample_rate`."""
+
+
+def private_loader(
+    data_loader: DataLoader[Any],
+    *,
+    max_physical_batch_size: int | None,
+    poisson_sampling: bool,
+    listener: Listener,
+    hooks: Hooks | None = None,
+    generator: torch.Generator | None = None,
+    sampler_bits: Callable[[int], Tensor] | None = None,
+    distributed: bool = False,
+    batch_first: bool = True,
+    rand_on_empty: bool = False,
+) -> PrivateLoader:
+    """A loader over the samples of `data_loader` that announces micro-batches of at most `max_physical_batch_size`.
+
+    With `poisson_sampling`, batches are drawn as Opacus' `DPDataLoader` draws them: int(1/q) batches an epoch, each
+    sample in each of them with probability q = 1/len(data_loader). Else they are the batches of `data_loader`. All
+    micro-batches of a batch are full but the last; a batch of no samples is one micro-batch of none.
+
+    The draw's randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that
+    of `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling it stays with the
+    user's own sampler. `distributed`: every process draws the same batches, if it has the same randomness, and is given
+    its share of each. With `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in
+    Opacus; its `ids` are empty all the same.
+    """
+    limit: Any = max_physical_batch_size
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise PrivacySpecError(f"max_physical_batch_size={limit!r}: give an int from 1 up, or None for no limit")
+    if sampler_bits is not None and not poisson_sampling:
+        raise PrivacySpecError("sampler_bits is the randomness of Poisson sampling; give poisson_sampling=True")
+    n, steps = _sizes(data_loader)
+    generator = generator or data_loader.generator
+    if not poisson_sampling:
+        batches: Any = data_loader.batch_sampler
+        splitter = _Splitter(batches, steps, limit)
+        return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener, hooks or Hooks())
+    sampler = data_loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise PrivacySpecError(
+            "the data loader has a DistributedSampler, but each process takes its share of every Poisson batch by "
+            "itself. Fix: give a DataLoader without one, with the batch size of all processes together"
+        )
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or len(sampler) != n:
+        raise PrivacySpecError(
+            "Poisson sampling draws from the whole dataset, and would pass over this loader's "
+            f"{type(sampler).__name__}. For a part of the data give torch.utils.data.Subset(dataset, indices)"
+        )
+    if generator is None:
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+    if sampler_bits is not None:
+        batches = SecurePoissonSampler(n, 1 / steps, sampler_bits)
+    else:
+        batches = UniformWithReplacementSampler(num_samples=n, sample_rate=1 / steps, generator=generator)
+    splitter = _Splitter(_Share(batches) if distributed else batches, len(batches), limit)
+    collate = _Collate(data_loader.collate_fn, data_loader.dataset, batch_first, rand_on_empty)
+    loader = PoissonLoader(data_loader, splitter, collate, generator, listener, hooks or Hooks())
+    loader.distributed = distributed
+    return loader
+
+
+def _sizes(data_loader: DataLoader[Any]) -> tuple[int, int]:
+    """The numbers of samples and of batches of `data_loader`; raises where batches cannot be drawn from it."""
+    if isinstance(data_loader, PrivateLoader):
+        raise PrivacySpecError("this data loader is private already; give the one it was made from")
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise PrivacySpecError(
+            "batches are drawn by index, which an IterableDataset does not have; use a map-style one"
+        )
+    if data_loader.batch_sampler is None:
+        raise PrivacySpecError("the data loader has batch_size=None, so it yields no batches; give it a batch_size")
+    try:
+        n = len(data_loader.dataset)  # type: ignore[arg-type]
+        steps = len(data_loader)
+    except (TypeError, NotImplementedError) as error:
+        raise PrivacySpecError(f"the dataset and its batch sampler must have a length: {error}") from None
+    if n == 0 or steps == 0:
+        raise PrivacySpecError(f"the data loader has {n} samples in {steps} batches: there is nothing to train on")
+    return n, steps

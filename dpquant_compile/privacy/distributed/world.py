@@ -1,0 +1,338 @@
+"""Processes that train together: `torch.distributed`, as far as private training needs it.
+
+Each process holds the whole model and works on its own share of every batch. What is random for privacy's sake is drawn
+on rank 0 alone and reaches the others by a collective: the samples of a batch, the noise, the policies. So noise is
+there once, whatever the number of processes, and they cannot come apart by a seed.
+
+Two rules keep the collectives of all processes in step. They are called where every process passes in the same order,
+however many micro-batches its share has: at the ends of logical batches and of epochs. And none is called on the way
+out of an exception, where the other processes wait elsewhere.
+"""
+
+import hashlib
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from dpquant_compile.errors import DistributedError, DPQuantError, LedgerError
+
+if TYPE_CHECKING:
+    from dpquant_compile.privacy.accounting.ledger import Ledger
+    from dpquant_compile.privacy.clipping.runtime import Session
+
+__all__ = ["Traffic", "World", "call_roll", "copy_ledger", "described", "init_process_group", "wide_sums"]
+
+# A bucket's sum is under way while the next one is filled; those of DistributedDataParallel are of this size too.
+BUCKET_BYTES = 25 * 2**20
+
+_USE = "parameters in use"
+
+T = TypeVar("T")
+
+
+def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None, **options: Any) -> None:
+    """`torch.distributed.init_process_group`, for processes that torchrun may start again.
+
+    torchrun keeps one store through all its restarts, with the addresses of the dead in it: a process that is started
+    again may dial those, and time out. Here every restart has names of its own in that store. Other options are passed
+    on; without torchrun, or with a `store` or an `init_method` of your own, it is the plain call.
+
+    It is the plain call on several nodes, too. The number of a restart is that of a node's own torchrun, and the others
+    do not count a restart that this node caused: names would differ between nodes, and they would never meet.
+    """
+    if _restarts_are_ours(options):
+        from torch.distributed.distributed_c10d import PrefixStore  # which not every build of torch has
+        from torch.distributed.rendezvous import rendezvous
+
+        asked: dict[str, Any] = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
+        if timeout is not None:
+            asked["timeout"] = timeout
+        store, rank, size = next(rendezvous("env://", **asked))
+        named = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options = {**options, "init_method": None, "store": named, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **options)
+
+
+def _restarts_are_ours(options: Mapping[str, Any]) -> bool:
+    """Whether one torchrun has started all processes, and they are to meet where it says."""
+    one_node = "TORCHELASTIC_RESTART_COUNT" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return one_node and options.get("store") is None and options.get("init_method") in (None, "env://")
+
+
+@dataclass
+class Traffic:
+    """What communication has cost this process so far."""
+
+    waiting: float = 0.0  # seconds until the slowest process had come as far
+    moving: float = 0.0  # seconds from there until the sums over all processes were there
+    bytes: int = 0  # of those sums
+
+
+class World:
+    """The processes that train together, seen from one of them. Alone, every method returns at once.
+
+    rank, size   which process this is, of how many
+    step         optimizer steps so far, for messages
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.step = 0
+        self.traffic = Traffic()
+
+    @classmethod
+    def current(cls) -> "World":
+        """That of the default process group, or a single process where there is none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which draws what is random and writes what is kept."""
+        return self.rank == 0
+
+    def share(self, ids: Tensor) -> Tensor:
+        """Those of the samples that are this process' to work on."""
+        return ids[ids % self.size == self.rank]
+
+    def on_first(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every process. An error of it is raised on every process.
+
+        `what` names it, and goes with it: a process that waits for something else is out of step, a `DistributedError`.
+        """
+        if self.size == 1:
+            return make()
+        value: Any = None
+        failure: Exception | None = None
+        sent: list[Any] = [what, b"", None]
+        if self.first:
+            try:
+                value = make()
+                sent[1] = pickle.dumps(value)
+            except Exception as error:  # whatever it is, the others must not wait for a value
+                failure, sent[2] = error, _portable(error)
+        with self.guarded(f"for {what} of rank 0"):
+            dist.broadcast_object_list(sent, src=0)
+        told, data, theirs = sent
+        if told != what:
+            raise DistributedError(
+                f"rank {self.rank} of {self.size} is out of step: it waits for {what} of rank 0, which has come to "
+                f"{told}. Fix: let every process go through the same loop, over the loader, to scheduler.step(), "
+                "save_checkpoint() and load_checkpoint() as often as the others, and go on from the last checkpoint"
+            )
+        failure = failure or theirs
+        if failure is not None:
+            raise failure
+        result: T = value if self.first else pickle.loads(data)
+        return result
+
+    def gathered(self, value: T) -> list[T]:
+        """The value of every process, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self.guarded("to hear from all"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def differing(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """The facts on which processes differ, with the value of each process; costs 16 bytes where none does."""
+        if self.size == 1:
+            return {}
+        digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "big")
+        bounds = torch.tensor([number, -number], device=self._device)
+        started = time.perf_counter()
+        with self.guarded("for the others"):
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        self.traffic.waiting += time.perf_counter() - started
+        if int(bounds[0]) == -int(bounds[1]):
+            return {}
+        told = self.gathered(dict(facts))
+        names = sorted({name for one in told for name in one})
+        values = {name: [one.get(name) for one in told] for name in names}
+        return {name: each for name, each in values.items() if len({repr(value) for value in each}) > 1}
+
+    def agree(self, when: str, facts: Mapping[str, Any]) -> None:
+        """Raise `DistributedError` on every process unless all have the same facts."""
+        if differing := self.differing(facts):
+            raise apart(when, differing)
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of the tensors over all processes, the same bits on each; in buckets, all on their way at once."""
+        if self.size == 1:
+            return list(tensors)
+        started = time.perf_counter()
+        result, running = list(tensors), []
+        with self.guarded("for sums of clipped gradients"):
+            for places in _buckets(tensors):
+                flat = self._carried(torch.cat([tensors[i].reshape(-1) for i in places]))
+                running.append((places, flat, dist.all_reduce(flat, async_op=True)))
+            for places, flat, work in running:
+                assert work is not None
+                work.wait()
+                for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
+                    result[i] = part.view(tensors[i].shape).to(tensors[i].device)
+                self.traffic.bytes += flat.numel() * flat.element_size()
+        self.traffic.moving += time.perf_counter() - started
+        return result
+
+    def copy_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors by those of rank 0, bit for bit."""
+        if self.size == 1:
+            return
+        with torch.no_grad(), self.guarded("for the parameters of rank 0"):
+            for places in _buckets(tensors):
+                flat = self._carried(torch.cat([tensors[i].detach().reshape(-1) for i in places]))
+                dist.broadcast(flat.view(torch.uint8), src=0)
+                for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
+                    if not self.first:
+                        tensors[i].copy_(part.view(tensors[i].shape))
+
+    def _carried(self, flat: Tensor) -> Tensor:
+        """The tensor where the backend can send it: analyses add up on the CPU."""
+        return flat.to(self._device) if self._device.type != "cpu" and not flat.is_cuda else flat
+
+    @property
+    def _device(self) -> torch.device:
+        if dist.get_backend() == "nccl":  # which knows no tensors on the CPU
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Turn what a backend raises when a process is gone into an error that says what is lost and what is not."""
+        try:
+            yield
+        except DPQuantError:
+            raise
+        except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise DistributedError(
+                f"rank {self.rank} of {self.size} lost touch with the other processes after {self.step} optimizer "
+                f"steps of this run, while it waited {what} ({reason}). One of them has ended, or cannot be reached: "
+                "its own output says why. No entry of the privacy ledger is lost, since rank 0 writes each before the "
+                "sums that it pays for are added up. Fix: start all processes again from the last checkpoint; torchrun "
+                "--max-restarts=N does so for a script that loads its checkpoint where there is one"
+            ) from error
+
+
+def apart(when: str, differing: Mapping[str, Sequence[Any]]) -> DistributedError:
+    """The error for processes that have come apart: what differs, and on which ranks."""
+    parts = []
+    for name, values in differing.items():
+        ranks: dict[str, list[str]] = {}
+        for rank, value in enumerate(values):
+            ranks.setdefault(_short(str(value)), []).append(str(rank))
+        parts.append(f"{name}: " + ", ".join(f"{value} on rank {' and '.join(own)}" for value, own in ranks.items()))
+    return DistributedError(
+        f"the processes that train together differ {when}. {'; '.join(parts)}. Fix: run the same script with the same "
+        "arguments and data on every process, change model, policy, optimizer and ledger on all of them alike, and go "
+        "on from the last checkpoint"
+    )
+
+
+def copy_ledger(world: World, ledger: "Ledger") -> None:
+    """Give every process a ledger like that of rank 0, which alone has a file.
+
+    Guarantee: if a process has spends that rank 0 lacks, every process raises `LedgerError`, and no ledger changes.
+    """
+    *target, state = world.on_first(
+        "the ledger", lambda: (ledger.target_epsilon, ledger.target_delta, ledger.state_dict())
+    )
+    ahead = [str(rank) for rank, found in enumerate(world.gathered(ledger.is_ahead_of(state))) if found]
+    if ahead:
+        raise LedgerError(
+            f"rank {' and '.join(ahead)} of {world.size} has privacy spends that rank 0 lacks, and a copy of rank 0's "
+            "ledger would drop them. Fix: give every run of several processes a new PrivacyEngine on each of them, or "
+            "enter the missing spends in the ledger of rank 0"
+        )
+    if not world.first:
+        ledger.target_epsilon, ledger.target_delta = target
+        ledger.mirror(state)
+
+
+def call_roll(world: World, session: "Session", facts: Mapping[str, Any]) -> None:
+    """See to it that all processes are about to add up the same thing.
+
+    A parameter that only some processes have used so far is in use for all from here on: it gets noise in any case.
+    """
+    differing = world.differing({**facts, _USE: tuple(sorted(session.used))})
+    for names in differing.pop(_USE, ()):
+        session.add_used(names)
+    if differing:
+        raise apart("at an optimizer step", differing)
+
+
+def wide_sums(session: "Session", sums: Mapping[str, Tensor | None], names: Sequence[str]) -> list[Tensor]:
+    """The clipped sums of a process by name, zeros where it has none, in float32, or float64 where parameters are."""
+    wide = []
+    for name in names:
+        parameter, total = session.parameters[name], sums[name]
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        if total is None:
+            wide.append(torch.zeros(parameter.shape, dtype=dtype, device=parameter.device))
+        else:
+            wide.append(total.to(dtype).reshape(parameter.shape))
+    return wide
+
+
+def described(dataset: Any) -> str:
+    """What can be compared of a dataset without reading samples, which transforms may change at every reading.
+
+    A sample's number must mean the same record on every process, else one record can be in two shares and count twice.
+    """
+    if isinstance(dataset, Subset):
+        digest = hashlib.blake2b(repr([int(i) for i in dataset.indices]).encode(), digest_size=8).hexdigest()
+        return f"Subset {digest} of {described(dataset.dataset)}"
+    if isinstance(dataset, TensorDataset):
+        return f"TensorDataset {_digest(dataset.tensors)}"
+    return f"{type(dataset).__name__} of {len(dataset)}"
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    """A hash of contents in their order: `fingerprint` is the same for the same rows in any order."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of tensors that are sent together: of one type and device, up to the bucket size or one tensor."""
+    buckets: list[list[int]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        bucket, filled = open_bucket.get(kind, ([], BUCKET_BYTES))
+        if filled + size > BUCKET_BYTES:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(i)
+        open_bucket[kind] = (bucket, filled + size)
+    return buckets
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """An error that can be sent; one that cannot is told in words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its own methods raise
+        return DistributedError(f"rank 0 raised {type(error).__name__}: {error}")
+    return error
+
+
+def _short(text: str, limit: int = 160) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,219 @@
+"""`PrivateOptimizer`: Opacus' optimizer over sums that the compiled program has clipped already."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.privacy.clipping.bounds import is_number
+from dpquant_compile.privacy.clipping.runtime import Session
+from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sums
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+
+__all__ = ["PrivateOptimizer"]
+
+
+class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
+    """Wraps any torch optimizer: noise, the public divisor, accounting, and the steps of logical batches.
+
+    A step within a logical batch does nothing; the one at its end spends privacy, adds noise once, divides by the
+    expected batch size, which is public, and lets the wrapped optimizer step.
+
+    settle      sees to it that a release is accounted for, before its noise is drawn; raises to refuse it
+    released    is told of noised sums before anything uses them; raises to refuse them
+
+    Guarantee: sums leave the session by `add_noise` alone, which settles each release first.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        session: Session,
+        noise: GaussianStream,
+        noise_multiplier: float,
+        expected_batch_size: int,
+        loss_reduction: str,
+        settle: Callable[[], None],
+        released: Callable[[list[Tensor]], None],
+        secure_mode: bool = False,
+        world: World | None = None,
+    ) -> None:
+        if not is_number(noise_multiplier) or not math.isfinite(noise_multiplier) or noise_multiplier < 0:
+            raise PrivacySpecError(f"noise_multiplier={noise_multiplier!r}: give a finite number, zero or more")
+        self.session = session
+        self.noise = noise
+        self.world = world or World()
+        self._left: dict[str, tuple[Tensor, int]] = {}  # gradients after the last step, and their versions
+        self._settle, self._tell_released = settle, released
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=session.clipping.sensitivity,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            secure_mode=secure_mode,
+        )
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        raise PrivateTrainingError(
+            "there are no per-sample gradients to look at: the compiled program clips and sums them without making "
+            "them. "
+            "Their clipped sum is parameter.summed_grad"
+        )
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return 1  # micro-batches are parts of one logical batch, whatever their number
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The most that one sample adds to the sum; schedules may set it between steps."""
+        return self.session.wanted
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if not is_number(value) or not math.isfinite(value) or value <= 0:
+            raise PrivacySpecError(f"max_grad_norm={value!r}: give a finite number greater than zero")
+        self.session.wanted = float(value)
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Refuse what Opacus' BatchMemoryManager does."""
+        raise PrivateTrainingError(
+            "the loader that make_private returned cuts batches into micro-batches itself, and the optimizer knows "
+            "which "
+            "step is the last. Fix: give max_physical_batch_size to make_private, and leave BatchMemoryManager out"
+        )
+
+    def clip_and_accumulate(self) -> None:
+        """Nothing: backward has done it."""
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """Whether the wrapped optimizer shall step; if so, gradients are there, with noise."""
+        if self._skips():
+            self._is_last_step_skipped = True
+            return False
+        self.add_noise()
+        self.scale_grad()
+        if self.step_hook:
+            self.step_hook(self)
+        self._is_last_step_skipped = False
+        return True
+
+    def add_noise(self) -> None:
+        """Account for a release, and set every gradient to its clipped sum over all processes plus noise.
+
+        Sums are added up here, once per logical batch: before its last backward none is final. Rank 0 adds the noise to
+        its own sum. `step` calls this; a call by hand is a release like any other, and is charged.
+        """
+        self._check_parameters()
+        stray = next((n for n, p in self.session.parameters.items() if not self._ours(n, p.grad)), None)
+        if stray is not None:
+            raise PrivateTrainingError(
+                f"parameter {stray!r} has a gradient that did not come through the private program, so it was not "
+                "clipped: the model was in eval(), or a loss reaches the parameter around it. Fix: model.train() "
+                "before "
+                "the loop, parameters only inside the model's forward(), optimizer.zero_grad() before the first step"
+            )
+        # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
+        self._settle()
+        sums = self.session.release()
+        call_roll(self.world, self.session, self._facts())
+        if self.world.size > 1 and self.session.by_hand:  # on all processes, as the roll has shown
+            raise PrivateTrainingError(
+                f"batches that did not come from the loader, on {self.world.size} processes: a sample that two of them "
+                "have counts twice, and the noise is for once. Fix: take batches from the loader that make_private "
+                "returned, or train on one process"
+            )
+        used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
+        parameters = [self.session.parameters[name] for name in used]
+        grads = wide_sums(self.session, sums, used)
+        if self.world.first:
+            noises = self.noise.normal_like(parameters, self.noise_multiplier * self.session.sensitivity)
+            grads = [noise.add_(total) for noise, total in zip(noises, grads, strict=True)]
+        noised = [grad.to(p.dtype) for p, grad in zip(parameters, self.world.sum(grads), strict=True)]
+        self._tell_released(noised)
+        for parameter, grad in zip(parameters, noised, strict=True):
+            parameter.grad = grad
+        self.world.step += 1
+        self.session.forget()  # a second step must not release the same sum again
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be the same on all processes for their sums to be one release."""
+        return {
+            "model.step": self.session.model.step,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.session.sensitivity,
+            "batches from the loader": not self.session.by_hand,
+        }
+
+    def _check_parameters(self) -> None:
+        """Refuse parameters that the wrapped optimizer would step and the session does not clip."""
+        known = {id(parameter) for parameter in self.session.parameters.values()}
+        for group in self.original_optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in known:
+                    raise PrivateTrainingError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was frozen, or not "
+                        "there, "
+                        "when make_private was called, so its gradients are not clipped. Fix: call make_private again "
+                        "after unfreezing or adding parameters"
+                    )
+                if id(parameter) not in known and parameter.grad is not None:
+                    raise PrivateTrainingError(
+                        f"the optimizer holds parameter {self._name(parameter)}, which is not trained privately but "
+                        "has a gradient from before: the step would use it as it is, neither clipped nor noised. Fix: "
+                        "parameter.grad = None, or optimizer.zero_grad(), after freezing it"
+                    )
+
+    def _name(self, parameter: Tensor) -> str:
+        named = self.session.model.named_parameters()
+        return next((repr(name) for name, own in named if own is parameter), f"of shape {tuple(parameter.shape)}")
+
+    def _ours(self, name: str, grad: Tensor | None) -> bool:
+        """Whether a gradient is nothing, or the last step's as it was left: autograd adds to one that is there."""
+        if grad is None or (grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1]):
+            return True
+        return not bool(grad.count_nonzero())
+
+    def scale_grad(self) -> None:
+        """Divide by the expected batch size where the loss is a mean."""
+        if self.loss_reduction == "mean":
+            grads = [p.grad for p in self.session.parameters.values() if p.grad is not None]
+            torch._foreach_div_(grads, float(self.expected_batch_size))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; the sums of a logical batch that is under way stay."""
+        if not self._is_last_step_skipped and not self._inside():
+            self.session.forget()
+        self.original_optimizer.zero_grad(set_to_none)
+        # Gradients that are gone need no watching; their memory is free for the next ones.
+        held = self.session.parameters
+        self._left = {name: left for name, left in self._left.items() if held[name].grad is left[0]}
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """As Opacus' optimizers step."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self.pre_step():
+            return None
+        result = self.original_optimizer.step()
+        grads = ((name, parameter.grad) for name, parameter in self.session.parameters.items())
+        self._left = {name: (grad, grad._version) for name, grad in grads if grad is not None}
+        return result
+
+    def _inside(self) -> bool:
+        """Whether a micro-batch is under way that continues a logical batch."""
+        micro = self.session.micro
+        return micro is not None and not micro.first
+
+    def _skips(self) -> bool:
+        micro = self.session.micro
+        return micro is not None and not micro.last

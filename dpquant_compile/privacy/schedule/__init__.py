@@ -1,0 +1,1 @@
+"""Which sites are low in an epoch, chosen by private measurements."""

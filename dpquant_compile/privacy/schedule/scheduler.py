@@ -1,0 +1,359 @@
+"""`Scheduler`: which sites run in low precision in the next epoch, chosen with a privacy budget of its own."""
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
+from dpquant_compile.policy import Policy
+from dpquant_compile.privacy.accounting.epsilon import Entry, composed_epsilon, gathered
+from dpquant_compile.privacy.distributed.world import World
+from dpquant_compile.privacy.engine import PrivacyEngine
+from dpquant_compile.privacy.schedule.estimators import ADJACENCIES, Estimator, PerSample, Setting, make_estimator
+from dpquant_compile.privacy.schedule.history import EpochRecord, History
+from dpquant_compile.privacy.schedule.probe import Batch, draw_batch, unpack_pair
+from dpquant_compile.privacy.schedule.selection import NORMALISATIONS, draw, lowest, probabilities
+
+__all__ = ["MODES", "Chooser", "Scheduler"]
+
+MODES = ("dpquant", "pls", "static", "greedy")
+
+
+class Chooser(Protocol):
+    """A scheduler's `mode` of your own: it is asked once per epoch, and must not look at the data."""
+
+    def choose(self, epoch: int, sites: Sequence[str], k: int) -> Iterable[str]:
+        """The sites of epoch `epoch`, which counts from 0."""
+
+
+@dataclass
+class _State:
+    """What a resumed run needs."""
+
+    epoch: int = 0
+    scores: dict[str, float] = field(default_factory=dict)
+    analyses: int = 0
+
+
+class Scheduler:
+    """Chooses each epoch's policy. Call `step()` at the end of every epoch, as with a learning-rate scheduler.
+
+    mode           "dpquant": by private measurements; "pls": uniform draws; "static": one subset, given as `static` or
+                   drawn once; "greedy": always the lowest scores; or an object with `choose(epoch, sites, k)`
+    epochs         the number of epochs of the run: no analysis is made after the last, where nothing would use it
+    estimator      "per_sample" (default), "paper", or an object like those in `estimators`
+    k              policies drawn per epoch; by default the model's budget, or its share of the groups
+    policies       groups of sites that are switched together, by name; by default each site is one
+    n_interval     epochs between analyses
+    n_sample       expected size of the probe batch, in physical batches
+    repetitions, sigma_measure, clip_measure    R, σ and C of the estimator
+    ema            α: weight of a new measurement in the running scores
+    beta           β: how strongly low scores are preferred; infinity is mode "greedy"
+    normalise      "minmax" as published, or "rank"
+    adjacency      "add_remove" or "replace_one": what the noise of an analysis is scaled for
+    unpack         from a batch of the loader to (args, kwargs, target)
+    logs           told of every epoch's policy, with ε at `delta`: see `watch`
+    """
+
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        *,
+        epochs: int | None = None,
+        mode: "str | Chooser" = "dpquant",
+        estimator: "str | Estimator" = "per_sample",
+        k: int | None = None,
+        policies: Mapping[str, Iterable[str]] | None = None,
+        static: Iterable[str] | None = None,
+        n_interval: int = 2,
+        n_sample: float | None = None,
+        repetitions: int | None = None,
+        sigma_measure: float | None = None,
+        clip_measure: float | None = None,
+        ema: float = 0.3,
+        beta: float = 10.0,
+        normalise: str = "minmax",
+        adjacency: str = "add_remove",
+        unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]] = unpack_pair,
+        logs: Sequence[Any] = (),
+        delta: float = 1e-5,
+        seed: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.made = engine.made
+        self.world = engine.made.world
+        self.mode, self.epochs, self.n_interval = mode, epochs, n_interval
+        self.ema, self.beta, self.normalise, self.adjacency, self.seed = ema, beta, normalise, adjacency, seed
+        self._unpack = unpack
+        self._logs, self._delta = tuple(logs), delta
+        self.estimator: Estimator = make_estimator(
+            estimator, repetitions=repetitions, sigma=sigma_measure, clip=clip_measure
+        )
+        physical, size = self.made.default_physical or self.made.session.physical, self.made.loader.size
+        self.n_sample = n_sample if n_sample is not None else self._default_samples(physical)
+        self.sample_rate = min(1.0, self.n_sample / math.ceil(size / physical))
+        self._check()
+        self.policies = self._named(policies)
+        self.k = self._count(k, policies is not None)
+        self._static = None if static is None else self._fixed(static)
+        self._state = _State(scores=dict.fromkeys(self.policies, 0.0))
+        self._untold: EpochRecord | None = None
+        self.history = History(tuple(self.made.session.model.sites.names))
+        engine.scheduler = self
+        self.world.agree("in Scheduler", self.config())
+        if self.world.first:
+            self._warn_of_target()
+        self._choose(analysed=False)
+
+    # One epoch after the other
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have ended."""
+        return self._state.epoch
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The running private scores by policy, higher for what hurts more."""
+        return dict(self._state.scores)
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """The chance of each policy to be the first that is drawn."""
+        scores = list(self._state.scores.values())
+        flat = self.mode in ("pls", "static") or not isinstance(self.mode, str)
+        beta = 0.0 if flat else math.inf if self.mode == "greedy" else self.beta
+        return dict(zip(self.policies, probabilities(scores, beta, self.normalise), strict=True))
+
+    def step(self) -> Policy:
+        """End an epoch: analyse if it is time, and set the policy of the next. After the last epoch nothing changes."""
+        if self.made.session.micro is not None:
+            raise PrivateTrainingError(
+                "scheduler.step() inside the loop over the loader: an analysis costs privacy, and is meant for the end "
+                "of an epoch. Fix: call it after the loop"
+            )
+        self._tell()
+        self._state.epoch += 1
+        self.history.now = tuple((e.purpose, e.q, e.sigma, e.steps) for e in self.engine.ledger.entries)
+        due = self._due()
+        if due:
+            self._analyse()
+        if self.epochs is None or self._state.epoch < self.epochs:
+            self._choose(analysed=due)
+        else:
+            self._untold = None
+        self.engine.agree(f"at the end of epoch {self._state.epoch}")
+        return self.made.session.model.policy
+
+    @property
+    def _measures(self) -> bool:
+        return self.mode in ("dpquant", "greedy") and 0 < self.k < len(self.policies)  # else there is no choice
+
+    def _due(self) -> bool:
+        more = self.epochs is None or self._state.epoch < self.epochs
+        return self._measures and more and self._state.epoch % self.n_interval == 0
+
+    def _choose(self, *, analysed: bool) -> None:
+        chosen = self.world.on_first("the policy of an epoch", self._chosen)
+        sites = sorted({site for name in chosen for site in self.policies[name]})
+        policy, ledger = self.made.session.model.set_policy(sites), self.engine.ledger
+        record = EpochRecord(
+            epoch=self._state.epoch,
+            policy=tuple(sorted(policy)),
+            probabilities=self.probabilities,
+            scores=self.scores,
+            analysed=analysed,
+            spent=tuple((e.purpose, e.q, e.sigma, e.steps) for e in ledger.entries),
+        )
+        self.history.add(record)
+        self._untold = record
+
+    def _tell(self) -> None:
+        """Tell the logs of the epoch that has just run: not when its policy is set, since a resume may follow."""
+        ledger = self.engine.ledger
+        if self._logs and self._untold is not None and self.world.first:
+            costs = {"epsilon": ledger.epsilon(self._delta), "epsilons": ledger.epsilons(self._delta)}
+            for log in self._logs:
+                log.epoch({**asdict(self._untold), **costs, "delta": self._delta})
+
+    def _chosen(self) -> list[str]:
+        epoch, names = self._state.epoch, list(self.policies)
+        if not isinstance(self.mode, str):
+            asked = list(self.mode.choose(epoch, tuple(names), self.k))
+            if unknown := [name for name in asked if name not in self.policies]:
+                raise PrivacySpecError(f"choose() gave {listing(unknown)}, which the scheduler does not have")
+            return asked
+        if self.mode == "static" and self._static is not None:
+            return self._static
+        scores = list(self._state.scores.values())
+        # A generator of its own for each epoch, so that a resumed run draws what an uninterrupted one would.
+        rng = random.Random(f"dpquant-schedule-{self.seed}-{0 if self.mode == 'static' else epoch}")
+        if self.mode == "greedy" or math.isinf(self.beta):
+            return [names[i] for i in lowest(scores, self.k, rng)]
+        return [names[i] for i in draw(list(self.probabilities.values()), self.k, rng)]
+
+    def _analyse(self) -> None:
+        """Measure every policy, privately, and update the running scores. The spend is recorded before data is read."""
+        made = self.made
+        self.engine.spend("analysis", q=self.sample_rate, sigma=self.estimator.sigma)
+        expected = self.sample_rate * made.loader.size
+        assert made.criterion is not None  # checked when the scheduler was made
+        sharded = getattr(self.estimator, "sharded", False)
+        _, number = self.engine.ledger.position  # of this spend: other schedulers of the engine have other ones
+        world = self.world if sharded else World()
+        setting = Setting(made.session, made.optimizer, made.criterion, number, expected, world)
+        policies = [frozenset(sites) for sites in self.policies.values()]
+        vector = self.estimator.measure(setting, policies, self._probe(setting)) if sharded else None
+
+        def noised() -> list[float]:
+            found = self.estimator.measure(setting, policies, self._probe(setting)) if vector is None else vector
+            std = self.estimator.sigma * self.estimator.sensitivity(self.adjacency)
+            noisy = (found + std * made.noise.fill(len(found)).double()) / self.estimator.divisor(setting)
+            self.engine.release([noisy])
+            values: list[float] = noisy.tolist()
+            return values
+
+        # Noise is drawn on rank 0, once.
+        for name, value in zip(self.policies, self.world.on_first("the scores of an analysis", noised), strict=True):
+            self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
+        self._state.analyses += 1
+
+    def _probe(self, setting: Setting) -> Iterator[Batch]:
+        """The probe batch, or the share of it that an analysis on all processes reads on this one."""
+        made, world = self.made, setting.world
+        # As secret as the noise: who can predict a draw gets no amplification by it.
+        uniform = made.session.bits.uniform("probe", setting.number)
+        return draw_batch(
+            made.loader,
+            self.sample_rate,
+            uniform,
+            made.session.physical,
+            setting.group_of,
+            self._unpack,
+            share=lambda draw: world.share(world.on_first("the samples of an analysis", draw)),
+        )
+
+    # Checking
+
+    def _default_samples(self, physical: int) -> float:
+        return max(1.0, float(round(512 / physical))) if isinstance(self.estimator, PerSample) else 1.0
+
+    def _check(self) -> None:
+        if self.made.session.internals.programs.provisional:
+            raise PrivacySpecError(
+                "which sites this model has is known when it has seen a batch: pass example_inputs= to compile(), or "
+                "call model.capture(batch) before making the scheduler"
+            )
+        if isinstance(self.mode, str) and self.mode not in MODES:
+            raise PrivacySpecError(
+                f"mode={self.mode!r}: choose one of {', '.join(MODES)}, or give an object with choose()"
+            )
+        if self.normalise not in NORMALISATIONS:
+            raise PrivacySpecError(f"normalise={self.normalise!r}: choose one of {', '.join(NORMALISATIONS)}")
+        if self.adjacency not in ADJACENCIES:
+            raise PrivacySpecError(f"adjacency={self.adjacency!r}: choose one of {', '.join(ADJACENCIES)}")
+        if not 0 < self.ema <= 1:
+            raise PrivacySpecError(f"ema={self.ema!r}: the weight of a new measurement lies above 0 and up to 1")
+        if math.isnan(self.beta) or self.beta < 0:
+            raise PrivacySpecError(f"beta={self.beta!r}: zero (uniform) or more")
+        for name, value in (("epochs", self.epochs), ("n_interval", self.n_interval)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise PrivacySpecError(f"{name}={value!r}: give an int from 1 up")
+        if not self.n_sample > 0:
+            raise PrivacySpecError(f"n_sample={self.n_sample!r}: a probe batch needs some physical batches, 1 or so")
+        if self.mode in ("dpquant", "greedy") and self.made.criterion is None:
+            raise PrivacySpecError(
+                f"mode={self.mode!r} measures losses, so the scheduler needs the loss: give criterion= to make_private"
+            )
+
+    def _warn_of_target(self) -> None:
+        """Warn if the whole run, as far as its length is known, costs more than the ledger's target.
+
+        The run alone is counted: what a ledger on disk holds already may be its own, if it is resumed.
+        """
+        made, ledger = self.made, self.engine.ledger
+        target, delta = ledger.target_epsilon, ledger.target_delta
+        epochs = self.epochs or self.engine.planned_epochs
+        if target is None or delta is None or epochs is None:
+            return
+        # Where the scheduler is not told the last epoch, an analysis may follow that one too.
+        analyses = (epochs - (self.epochs is not None)) // self.n_interval if self._measures else 0
+        sigma, steps = made.optimizer.noise_multiplier, epochs * len(made.loader)
+        run = [Entry("training", "subsampled_gaussian", made.sample_rate, sigma, steps)]
+        if analyses:
+            run.append(Entry("analysis", "subsampled_gaussian", self.sample_rate, self.estimator.sigma, analyses))
+        try:
+            planned = composed_epsilon(ledger.accountant, gathered(run), delta)
+        except PrivacySpecError:
+            return  # the GDP accountant composes no analyses with training; the first one says so
+        if planned > target:
+            warnings.warn(
+                f"the planned run (epochs: {epochs}, analyses: {analyses}) costs ε = {planned:.6g} at δ = {delta:g}, "
+                f"past the target {target:g}: the ledger will stop it before its end. Fix: take the noise multiplier "
+                "from dpq.plan, which counts the analyses (make_private_with_epsilon counts training alone), and give "
+                "it to make_private of a PrivacyEngine with this target",
+                stacklevel=3,
+            )
+
+    def _named(self, policies: Mapping[str, Iterable[str]] | None) -> dict[str, tuple[str, ...]]:
+        sites = self.made.session.model.sites.names
+        if policies is None:
+            return {name: (name,) for name in sites}
+        named = {name: tuple(group) for name, group in policies.items()}
+        unknown = sorted({site for group in named.values() for site in group if site not in sites})
+        if unknown or not all(named.values()):
+            raise PrivacySpecError(f"policies= has empty groups or names no sites: {listing(unknown) or 'empty group'}")
+        return named
+
+    def _count(self, k: int | None, grouped: bool) -> int:
+        n, model = len(self.policies), self.made.session.model
+        if k is None:
+            k = round(model.budget * n / max(len(model.sites), 1)) if grouped else model.budget
+        if type(k) is not int or not 0 <= k <= n:
+            raise PrivacySpecError(f"k={k!r}: the scheduler draws 0 to {n} of its {n} policies")
+        return k
+
+    def _fixed(self, names: Iterable[str]) -> list[str]:
+        chosen = list(names)
+        if unknown := [name for name in chosen if name not in self.policies]:
+            raise PrivacySpecError(f"static= names {listing(unknown)}, which the scheduler does not have")
+        return chosen
+
+    # Resuming
+
+    def config(self) -> dict[str, Any]:
+        """What must be the same for a schedule to go on, in plain types."""
+        mode = self.mode if isinstance(self.mode, str) else type(self.mode).__name__
+        numbers = {name: getattr(self.estimator, name, None) for name in ("clip", "sigma", "repetitions")}
+        own = ("epochs", "n_interval", "n_sample", "ema", "beta", "normalise", "adjacency", "seed", "k")
+        return {
+            "mode": mode,
+            "estimator": type(self.estimator).__name__,
+            "policies": {name: list(sites) for name, sites in self.policies.items()},
+            **numbers,
+            **{name: getattr(self, name) for name in own},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, running scores and history, in plain types."""
+        state = self._state
+        return {
+            "epoch": state.epoch,
+            "scores": dict(state.scores),
+            "analyses": state.analyses,
+            "history": self.history.state_dict(),
+            "policy": sorted(self.made.session.model.policy),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        if set(state["scores"]) != set(self.policies):
+            raise PrivacySpecError("the saved schedule has other policies than this scheduler: give the same policies=")
+        scores = {name: float(state["scores"][name]) for name in self.policies}
+        self._state = _State(int(state["epoch"]), scores, int(state["analyses"]))
+        self.history.load_state_dict(state["history"])
+        self._untold = self.history[-1]
+        self.made.session.model.set_policy(state["policy"])

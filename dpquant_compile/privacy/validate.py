@@ -1,0 +1,176 @@
+"""What `make_private` is given, checked: the module, its parameters, the loss, sizes and options."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opacus.accountants.utils import get_noise_multiplier
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpquant_compile.errors import IsolationError, PrivacySpecError
+from dpquant_compile.module import CompiledModule
+from dpquant_compile.privacy.data.criterion import PrivateCriterion
+from dpquant_compile.privacy.distributed.world import World
+from dpquant_compile.spec import CompileSpec
+
+__all__ = [
+    "DRAWS_RANDOM",
+    "caveats",
+    "check_world",
+    "compiled_module",
+    "least_noise",
+    "reduction_of",
+    "refuse_batch_norm",
+    "refuse_unknown",
+    "roomy",
+    "trainable",
+]
+
+
+def compiled_module(module: nn.Module) -> CompiledModule:
+    """The compiled model that `module` is, or becomes with a budget of 0; DistributedDataParallel is taken off.
+
+    Its hooks wait for gradients from autograd, of which a private program gives none: the optimizer adds up.
+    """
+    if isinstance(module, DistributedDataParallel):
+        if module.process_group.size() != dist.get_world_size():
+            raise PrivacySpecError(
+                f"DistributedDataParallel over {module.process_group.size()} of {dist.get_world_size()} processes: "
+                "private training runs on all processes of the default group. Fix: leave process_group= out"
+            )
+        module = module.module
+    refuse_shards(module)
+    if isinstance(module, torch._dynamo.OptimizedModule):
+        raise PrivacySpecError(
+            "this model was compiled by torch.compile. Give what it was made of: dpquant_compile.compile(model, "
+            "budget=k) compiles it"
+        )
+    refuse_batch_norm(module)
+    return module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
+
+
+def refuse_shards(module: nn.Module) -> None:
+    """Refuse models whose parameters are spread over processes: the compiled program reads them whole."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import, and seldom needed
+    from torch.distributed.tensor import DTensor
+
+    wrapped = next((m for m in module.modules() if isinstance(m, FullyShardedDataParallel)), None)
+    spread = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
+    if wrapped is not None or spread is not None:
+        raise PrivacySpecError(
+            f"this model is sharded over processes ({f'parameter {spread!r}' if spread else 'FullyShardedDataParallel'}"
+            "), as by fully_shard() or tensor parallelism, and the compiled program reads whole parameters. Fix: leave "
+            "it out, and give the compiled model itself, or DistributedDataParallel of it, on each process"
+        )
+
+
+def check_world(world: World, poisson_sampling: bool) -> None:
+    """Refuse what several processes cannot do together."""
+    if world.size > 1 and not poisson_sampling:
+        raise PrivacySpecError(
+            f"poisson_sampling=False with {world.size} processes: samplers of your own would have to give each sample "
+            "to one process only, which nobody can check. Fix: poisson_sampling=True, or one process"
+        )
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Refuse layers that are known to mix samples."""
+    for name, child in module.named_modules():
+        if isinstance(child, _BatchNorm) and child.training and module.training:
+            raise IsolationError(
+                f"layer {name!r} ({type(child).__name__}) normalises over the batch, so each sample's gradient depends "
+                "on the others. Fix: dpquant_compile.replace_batch_norm(model) before compile() puts GroupNorm in its "
+                "place, with the same parameters"
+            )
+
+
+def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer holds and that require a gradient, by name, in its order."""
+    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in held):
+        raise PrivacySpecError(
+            "the optimizer holds parameters that are not the model's: make it of model.parameters(), "
+            "after moving the model"
+        )
+    chosen = {names[id(parameter)]: parameter for parameter in held if parameter.requires_grad}
+    if not chosen:
+        raise PrivacySpecError("the optimizer holds no parameter that requires a gradient: there is nothing to train")
+    return chosen
+
+
+def reduction_of(
+    criterion: Any, asked: str | None, samples: Callable[[], int | None]
+) -> tuple[str, PrivateCriterion | None]:
+    """The reduction, "mean" or "sum", and the criterion made private."""
+    if asked not in (None, "mean", "sum"):
+        raise PrivacySpecError(f"loss_reduction={asked!r}: choose 'mean' or 'sum'")
+    if criterion is None:
+        return asked or "mean", None
+    wrapped = criterion if isinstance(criterion, PrivateCriterion) else PrivateCriterion(criterion, samples=samples)
+    own = {"sum": "sum", "none": asked or "mean"}.get(wrapped.reduction, "mean")
+    if asked is not None and asked != own:
+        raise PrivacySpecError(
+            f"loss_reduction={asked!r}, but the criterion has reduction={wrapped.reduction!r}: leave loss_reduction out"
+        )
+    return own, wrapped
+
+
+def least_noise(target: tuple[float, float], q: float, steps: int, accountant: str) -> float:
+    """The least noise multiplier that keeps `steps` steps of training alone within (ε, δ)."""
+    with warnings.catch_warnings():
+        # The search tries multipliers for which the bound is loose; it is a bound all the same.
+        warnings.filterwarnings("ignore", message="Optimal order is the")
+        found = get_noise_multiplier(
+            target_epsilon=target[0], target_delta=target[1], sample_rate=q, steps=steps, accountant=accountant
+        )
+    return float(found)
+
+
+def roomy(data_loader: DataLoader[Any], processes: int = 1) -> int:
+    """A size that one process' share of a Poisson batch hardly ever passes; one that does is cut in two."""
+    try:
+        expected = len(data_loader.dataset) / len(data_loader) / processes  # type: ignore[arg-type]
+    except TypeError:
+        return 1  # the loader's own checks say what is wrong with it
+    return 8 * math.ceil((expected + 4 * math.sqrt(expected)) / 8)
+
+
+DRAWS_RANDOM = (
+    "the model draws random numbers, as dropout does, from torch's generators. Their states are secret and new in "
+    "each forward, but they are not cryptographic: the claim takes what they draw for independent random bits"
+)
+
+
+def caveats(secure: bool, poisson: bool = True) -> tuple[str, ...]:
+    """What a run's statement must say of its randomness."""
+    chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
+    shuffled = () if poisson else (chosen,)
+    if secure:
+        return shuffled
+    return (
+        *shuffled,
+        "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim "
+        "holds for those who do not; train with secure_mode=True what is to be released",
+    )
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """Refuse options that Opacus knows and this engine does not, and words that nobody knows."""
+    for name, value in options.items():
+        if name == "grad_sample_mode" and value is not None:
+            raise PrivacySpecError(
+                f"grad_sample_mode={value!r}: this engine has one mode, clipping inside the compiled program. Leave it "
+                "out, or use opacus.PrivacyEngine with a model that is not compiled"
+            )
+        if name != "wrap_model" or value is not True:
+            raise PrivacySpecError(f"make_private got {name}={value!r}, which it does not know")

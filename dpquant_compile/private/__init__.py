@@ -1,1 +1,0 @@
-"""DP-SGD on compiled models: per-sample clipping inside the program, noise, loaders, optimizers, the engine."""

@@ -1,0 +1,1 @@
+"""Passes that follow the batch, and prove that samples stay apart."""

@@ -1,0 +1,1 @@
+"""Passes that write a captured graph in one form, and mark its sites."""

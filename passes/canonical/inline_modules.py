@@ -1,0 +1,105 @@
+"""Pass: write the calls of torch.nn modules as operations on the model's own parameters."""
+
+import copy
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.capture import Tracer, own_hooks
+from dpquant_compile.passes.runner import PassResult
+
+__all__ = ["has_hooks", "inline_modules"]
+
+
+def inline_modules(gm: fx.GraphModule) -> PassResult:
+    """Replace each module call by what its forward does, so that both ways of capture end in one form.
+
+        y = self.conv1(x)      →   y = F.conv2d(x, self.conv1.weight, self.conv1.bias, (1, 1), …)
+        y = self.relu(x)       →   y = F.relu(x, inplace=True)
+
+    A module stays whole if it has hooks, which must go on being called, or if fx cannot trace it (an LSTM).
+    Requires: parameters are initialised. Numerics: unchanged.
+    """
+    modified = False
+    for node in list(gm.graph.nodes):
+        if node.op != "call_module":
+            continue
+        module = gm.get_submodule(str(node.target))
+        _check_initialised(str(node.target), module)
+        body = None if has_hooks(module) else _trace(module, len(node.args) + len(node.kwargs))
+        if body is not None and _inline(gm.graph, node, body):
+            modified = True
+    return PassResult(gm, modified)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward and that of its children."""
+    return any(own_hooks(child) for child in module.modules())
+
+
+class _InsideTracer(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+
+def _trace(module: nn.Module, given: int) -> fx.Graph | None:
+    target, fixed = module, None
+    if isinstance(module, _ConvTransposeNd) and given == 1:
+        fixed = {"output_size": None}  # which it branches on
+    if isinstance(module, _NormBase):
+        # Its only control flow on the input is a check of the number of dimensions.
+        target = copy.copy(module)
+        target.__dict__["_check_input_dim"] = lambda _: None
+        if isinstance(module, _InstanceNorm):  # and whether there is a batch, which a model that is compiled has
+            target.__class__ = type("Batched", (type(module),), {"forward": type(module)._apply_instance_norm})
+    try:
+        return _InsideTracer().trace(target, fixed)
+    except Exception:  # whatever the module's code raises on a Proxy; the call then stays as it is
+        return None
+
+
+def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> bool:
+    inputs = [inner for inner in body.nodes if inner.op == "placeholder"]
+    given = dict(zip((str(inner.target) for inner in inputs), node.args, strict=False)) | node.kwargs
+    mapping: dict[fx.Node, Any] = {}
+    for inner in inputs:
+        name = str(inner.target)
+        if name.startswith("*") or (name not in given and not inner.args):
+            return False
+        mapping[inner] = given[name] if name in given else inner.args[0]
+    before = set(graph.nodes)
+    with graph.inserting_before(node):
+        result = graph.graph_copy(body, mapping)
+    for new in graph.nodes:
+        if new not in before:
+            if new.op == "get_attr":
+                new.target = f"{node.target}.{new.target}"
+                new._rename(str(new.target).replace(".", "_"))
+            new.meta.pop("stack_trace", None)  # lines of torch.nn, where the reader wants the model's
+            new.meta |= {
+                key: node.meta[key] for key in ("source", "nn_module_stack", "stack_trace") if key in node.meta
+            }
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_function(_identity, (result,)))
+    graph.erase_node(node)
+    return True
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _check_initialised(name: str, module: nn.Module) -> None:
+    if any(is_lazy(tensor) for tensor in module.parameters()):
+        raise CaptureError(
+            f"module {name!r} ({type(module).__name__}) has parameters without a shape: run the lazy model once on a "
+            "batch, then compile it"
+        )

@@ -1,0 +1,1 @@
+"""Passes that put switches at sites, and specialise graphs to a policy."""

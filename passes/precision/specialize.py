@@ -1,0 +1,32 @@
+"""Pass: write one policy into the graph."""
+
+from collections.abc import Container
+
+from torch import fx
+
+from dpquant_compile.backends.ops.specialised_site import low_precision_site
+from dpquant_compile.passes.precision.insert_switches import link_table, site_arguments
+from dpquant_compile.passes.runner import PassResult
+
+__all__ = ["specialize"]
+
+
+def specialize(gm: fx.GraphModule, *, policy: Container[str], rows: dict[str, int], recipe: str) -> PassResult:
+    """Turn the sites of `policy` into low-precision calls; leave all others as the plain operators they are.
+
+        y = F.conv2d(x, w, b, …)   →   y = low_precision_site(x, w, b, _dpq.keys, _dpq.samples, op="conv2d", site=3, …)
+
+    Requires: `mark_sites`. Ensures: the same results, bit for bit, as the switched graph under this policy in
+    reference arithmetic. Numerics: changed for the sites of `policy`.
+    """
+    nodes = [node for node in gm.graph.nodes if "site" in node.meta and node.meta["site"].name in policy]
+    if not nodes:
+        return PassResult(gm, False)
+    keys, samples = link_table(gm.graph, "keys", "samples")
+    for node in nodes:
+        x, weight, bias = node.args[:3]
+        static = site_arguments(node, rows[node.meta["site"].name], recipe)
+        node.target = low_precision_site
+        node.args, node.kwargs = (x, weight, bias, keys, samples), static
+        node.meta["origin"] = "specialize"
+    return PassResult(gm, True)

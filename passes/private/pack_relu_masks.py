@@ -1,0 +1,72 @@
+"""Packed masks: a ReLU between two sites and nothing else keeps a bit for each element where it used to keep a float.
+
+For ReLUs whose mask cannot be made of other maps, see `masks.py`. Between two sites that is an operator in the place of
+a loop, which had little to be fused with.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dpquant_compile.backends.ops.relu_bits import can_pack
+from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
+from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients, masks_of
+
+__all__ = ["pack_masks"]
+
+_ATEN, _OPS = torch.ops.aten, torch.ops.dpquant
+
+
+def pack_masks(gm: fx.GraphModule, count: int) -> int:
+    """Give ReLUs whose output only sites read in backward their bits; how many outputs are forward's now.
+
+    Requires: the joint graph of a private program, after `recompute_masks`; its first `count` outputs are forward's.
+    Ensures: the bits stand behind them. Else the cut would make them in backward, of the numbers that they replace.
+    """
+    packed = []
+    backward = depends_on_gradients(gm.graph)
+    for mask in masks_of(gm.graph, backward):
+        relu: Any = mask.args[0]
+        if not can_pack(relu.meta["val"]) or not all(_is_zeroing(user, mask, relu) for user in mask.users):
+            continue
+        sites = sorted({site for user, own in users_of(relu) for site in sites_reading(user, own)})
+        forward = [user for user, _ in users_of(relu) if user.target is _OPS.private_site.default]
+        if sites[0] < 0 or not forward:
+            continue
+        policy = forward[0].args[-9]  # the link table stands before what is fixed, see backends/private_ops.py
+        packed.append(_replace(gm.graph, relu, mask, policy, sites))
+    outputs: Any = gm.graph.output_node().args[0]
+    gm.graph.output_node().args = ([*outputs[:count], *packed, *outputs[count:]],)
+    gm.recompile()
+    return count + len(packed)
+
+
+def _is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
+    """Whether this is `where(mask, 0, gradient)`, of a gradient that is like the ReLU's output."""
+    if node.target is not _ATEN.where.self or node.args[0] is not mask:
+        return False
+    zero, grad = node.args[1:]
+    if not isinstance(zero, fx.Node) or zero.target is not _ATEN.full.default or zero.args[1] != 0:
+        return False
+    values = [n.meta["val"] for n in (relu, grad, node) if isinstance(n, fx.Node)]
+    return len({(value.shape, value.dtype) for value in values}) == 1 and len(values) == 3
+
+
+def _replace(graph: fx.Graph, relu: fx.Node, mask: fx.Node, policy: Any, sites: list[int]) -> fx.Node:
+    with graph.inserting_after(relu):
+        bits = _call(graph, _OPS.positive_bits.default, (relu, policy, sites))
+    for where in list(mask.users):
+        with graph.inserting_before(where):
+            grad = _call(graph, _OPS.relu_grad.default, (relu, bits, where.args[2], policy, sites))
+        where.replace_all_uses_with(grad)
+        graph.erase_node(where)
+    graph.erase_node(mask)
+    return bits
+
+
+def _call(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
+    return node

@@ -1,0 +1,116 @@
+"""Masks: where a ReLU let a gradient through, worked out again in backward instead of read off its saved output.
+
+The output of a ReLU is the input of the next site. A low-precision site keeps that as codes, and nobody needs the
+float32 numbers any more but ReLU's own backward, which asks where they were positive. That can be told from what
+backward holds anyway: the maps that normalisation keeps. Inductor does it in loops that read those maps already.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
+
+__all__ = ["depends_on_gradients", "masks_of", "recompute_masks"]
+
+_ATEN = torch.ops.aten
+_RELU, _MASK = _ATEN.relu.default, _ATEN.le.Scalar
+
+# What is cheap to do again, element by element.
+_POINTWISE = frozenset((_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.view.default))
+_FEW = 3  # maps that a mask may be made of: along a chain of skip connections every block would add one
+_SHORT = 24  # operations from those maps to the mask: a norm has four or five
+
+
+def recompute_masks(gm: fx.GraphModule) -> None:
+    """Make the masks of ReLUs whose output is a site's input of other maps than that output, where backward has them.
+
+    Requires: the joint graph of a private program, equal nodes merged. The cut must not merge them again.
+    """
+    backward = depends_on_gradients(gm.graph)
+    chains: dict[fx.Node, Chain] = {}
+    masks = {mask.args[0]: mask for mask in masks_of(gm.graph, backward)}
+    for relu in gm.graph.find_nodes(op="call_function", target=_RELU):
+        if relu in masks and (chain := _chain(relu, chains)) and all(_is_held(node, backward) for node in chain.maps):
+            chains[relu] = chain
+            with gm.graph.inserting_before(masks[relu]):
+                masks[relu].replace_input_with(relu, _copied(gm.graph, relu, chain))
+    gm.recompile()
+
+
+def masks_of(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
+    """The masks of ReLUs whose output is the input of a site, and that only backward asks for: a model may well compare
+    such an output with zero itself, and equal nodes are merged."""
+    return [
+        mask
+        for mask in graph.find_nodes(op="call_function", target=_MASK)
+        if mask.args[1] == 0
+        and mask.args[0].target is _RELU
+        and _only_sites_read(mask.args[0], backward)
+        and all(user in backward for user in mask.users)
+    ]
+
+
+def depends_on_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on the gradients of the outputs."""
+    found = {node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _only_sites_read(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether this is the input of a site, and nothing else reads it in backward."""
+    readers = [sites_reading(user, own) for user, own in users_of(node) if user in backward]
+    return bool(readers) and all(readers)
+
+
+def _is_held(node: fx.Node, backward: set[fx.Node]) -> bool:
+    """Whether backward needs this map in any case: itself, or something that is made of it element by element."""
+
+    def needed(node: fx.Node) -> bool:
+        return any(user in backward and not sites_reading(user, node) for user in node.users)
+
+    made = (user for user in node.users if user.target in _POINTWISE)
+    return needed(node) or any(needed(user) for user in made)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a ReLU is computed of: maps, and the operations between, in order, without the ReLU itself."""
+
+    maps: frozenset[fx.Node]
+    operations: tuple[fx.Node, ...]
+
+
+def _chain(relu: fx.Node, known: Mapping[fx.Node, Chain]) -> Chain | None:
+    """How to compute a ReLU again; None if that takes too much. Those in `known` are computed again on the way."""
+    size, maps, operations = relu.meta["val"].numel(), set(), set()
+    waiting = list(relu.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        value = node.meta.get("val")
+        if node in operations or not isinstance(value, Tensor) or value.numel() < size:
+            continue  # what is smaller is a statistic, or a parameter
+        if node.target in _POINTWISE or node in known:
+            operations.add(node)
+            waiting += node.all_input_nodes
+        else:
+            maps.add(node)
+        if len(maps) > _FEW or len(operations) > _SHORT:
+            return None
+    return Chain(frozenset(maps), tuple(node for node in relu.graph.nodes if node in operations))
+
+
+def _copied(graph: fx.Graph, relu: fx.Node, chain: Chain) -> fx.Node:
+    """What goes into the ReLU, once more, marked as backward's own."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in chain.operations:
+        copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
+        copies[node].meta = {**node.meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    (before,) = relu.all_input_nodes
+    return copies.get(before, before)
