@@ -516,10 +516,16 @@ def test_a_loader_of_an_earlier_make_private_is_refused() -> None:
 def test_noise_is_for_the_bound_that_the_sum_was_clipped_to() -> None:
     run = made(max_physical_batch_size=8, max_grad_norm=1.0)
     x, y = dataset(4).tensors
+    run.model.sample_ids = torch.arange(4)
     run.optimizer.max_grad_norm = 100.0
     loss = run.criterion(run.model(x), y)
     run.optimizer.max_grad_norm = 0.01
-    with pytest.raises(PrivateTrainingError):
-        run.model(dataset(9).tensors[0])  # more than the program holds
+    with pytest.raises(PrivateTrainingError, match="3 rows"):
+        run.model(x[:3])
+    with pytest.raises(PrivateTrainingError, match="not the model's last"):
+        loss.backward()  # it would be clipped to 100
+    run.optimizer.max_grad_norm = 0.5
+    loss = run.criterion(run.model(x), y)
+    run.optimizer.max_grad_norm = 2.0  # for the next batch
     loss.backward()
-    assert run.engine.session.sensitivity == 100.0
+    assert run.engine.session.sensitivity == 0.5
