@@ -113,9 +113,9 @@ def forward(self, x : torch.Tensor) -> torch.Tensor:
     mean = conv2d.mean((2, 3))
     fc_weight = self.fc.weight
     fc_bias = self.fc.bias
-    linear = dpquant_compile_backends_specialised_low_precision_site(mean, fc_weight, fc_bias, _dpq_keys,
-        _dpq_samples, op = 'linear', site = 1, call = 0, geometry = [], axes = [0, 1, 1, 0, 1, 1], recipe =
-        'luq_fp4/none/reference')
+    linear = dpquant_compile_backends_ops_specialised_site_low_precision_site(mean, fc_weight, fc_bias,
+        _dpq_keys, _dpq_samples, op = 'linear', site = 1, call = 0, geometry = [], axes = [0, 1, 1, 0, 1, 1],
+        recipe = 'luq_fp4/none/reference')
     return linear""",
     )
 
@@ -213,12 +213,12 @@ def test_lift_golden() -> None:
         """\
 def forward(self, x, t__dpq_samples, t_conv_weight, t_conv_bias, t_fc_weight, t_fc_bias, t_dpq_keys_1) ->
         torch.Tensor:
-    conv2d = dpquant_compile_backends_specialised_sealed_conv(x, t_conv_weight, t_conv_bias, (1, 1), (1, 1),
-        (1, 1), 1)
+    conv2d = dpquant_compile_backends_ops_specialised_site_sealed_conv(x, t_conv_weight, t_conv_bias, (1, 1),
+        (1, 1), (1, 1), 1)
     mean = conv2d.mean((2, 3))
-    low_precision_site = dpquant_compile_backends_specialised_low_precision_site(mean, t_fc_weight, t_fc_bias,
-        t_dpq_keys_1, t__dpq_samples, op = 'linear', site = 0, call = 0, geometry = [], axes = [0, 1, 1, 0, 1,
-        1], recipe = 'luq_fp4/none/reference')
+    low_precision_site = dpquant_compile_backends_ops_specialised_site_low_precision_site(mean, t_fc_weight,
+        t_fc_bias, t_dpq_keys_1, t__dpq_samples, op = 'linear', site = 0, call = 0, geometry = [], axes = [0,
+        1, 1, 0, 1, 1], recipe = 'luq_fp4/none/reference')
     return low_precision_site""",
     )
 
