@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import BatchNormNet, Branch, GroupNormNet, Hooked, TextNet, gradients, seeded, state
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
 from dpquant_compile.policy import draw_policy
+from tests.support.models import BatchNormNet, Branch, GroupNormNet, Hooked, TextNet, gradients, seeded, state
 
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 ROWS = IMAGES[:, 0, 0, :4]

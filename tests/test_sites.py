@@ -4,12 +4,12 @@ from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
-from models import Attention, Functional, GroupNormNet, TextNet, Transposed, canonical, seeded
 from torch import nn
 
 from dpquant_compile.errors import DPQuantError, SiteError
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.sites import BatchAxis, ConvGeometry, Site, SiteTable, Skipped, renumber, select_sites
+from tests.support.models import Attention, Functional, GroupNormNet, TextNet, Transposed, canonical, seeded
 
 
 @pytest.fixture(scope="module")

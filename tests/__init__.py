@@ -1,0 +1,1 @@
+"""Tests: one folder for each package of the product, one file for each module; helpers in support."""

@@ -1,0 +1,241 @@
+"""Several processes: the sums, the noise, the policies and ε of one process, and no process that comes apart unseen."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpquant_compile.privacy.data.poisson_loader import SharedUniform
+from tests.support import distributed_workers as workers
+from tests.support.distributed_workers import EPOCHS
+from tests.support.processes import Raised, alone, succeeded, together
+
+ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+    return all(float((a[name] - b[name]).norm()) <= tolerance * max(float(b[name].norm()), 1e-6) for name in b)
+
+
+def same(results: list[dict[str, Any]], name: str) -> bool:
+    """Whether all processes have the very same value."""
+    first = results[0][name]
+    if isinstance(first, dict) and first and isinstance(next(iter(first.values())), torch.Tensor):
+        return all(torch.equal(result[name][key], first[key]) for result in results for key in first)
+    return all(result[name] == first for result in results)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_clipped_sums_are_those_of_one_process(size: int, tmp_path: Path) -> None:
+    """In low precision, where every rounding hangs on the step, the site and the sample; micro-batches of up to 4."""
+    one = alone(workers.gradients, ALL_LOW, folder=tmp_path)
+    many = succeeded(together(size, workers.gradients, ALL_LOW, folder=tmp_path))
+    assert {result["expected"] for result in many} == {one["expected"]} == {12}
+    for step, drawn in enumerate(one["drawn"]):
+        shares = [result["drawn"][step] for result in many]
+        assert sorted(i for share in shares for i in share) == drawn  # one Poisson draw, each sample once
+        assert all(i % size == rank for rank, share in enumerate(shares) for i in share)
+        for result in many:
+            assert close(result["gradients"][step], one["gradients"][step])
+            for name, grad in result["gradients"][step].items():
+                assert torch.equal(grad, many[0]["gradients"][step][name])  # the same bits on every process
+    assert any(float(grad.norm()) > 1e-3 for grad in one["gradients"][0].values())
+
+
+def test_a_process_without_samples_takes_part(tmp_path: Path) -> None:
+    """Six samples in batches of one or so: most shares are empty."""
+    few = {**ALL_LOW, "samples": 6, "batch": 1}
+    one = alone(workers.gradients, few, folder=tmp_path)
+    many = succeeded(together(4, workers.gradients, few, folder=tmp_path))
+    shares = [share for result in many for share in result["drawn"]]
+    assert sum(not share for share in shares) > len(shares) / 2 and any(shares)
+    for step in range(len(one["drawn"])):
+        assert all(close(result["gradients"][step], one["gradients"][step]) for result in many)
+
+
+@pytest.mark.parametrize(
+    ("size", "estimator"), [(2, "per_sample"), (4, "per_sample"), (2, "paper")], ids=lambda value: str(value)
+)
+def test_runs_are_those_of_one_process(size: int, estimator: str, tmp_path: Path) -> None:
+    """With noise, analyses and policies; and on all processes alike to the last bit."""
+    options = {"schedule": {"estimator": estimator, "sigma_measure": 1.0}}
+    one = alone(workers.whole_run, options, folder=tmp_path)
+    many = succeeded(together(size, workers.whole_run, options, folder=tmp_path))
+    assert all(same(many, name) for name in ("parameters", "policies", "scores", "epsilon", "entries", "sampler"))
+    result = many[0]
+    assert result["policies"] == one["policies"] and len(set(one["policies"])) > 1
+    assert result["epsilon"] == one["epsilon"] < math.inf and result["entries"] == one["entries"]
+    assert sum("analysis" in entry for entry in one["entries"]) >= 1
+    assert result["scores"] == pytest.approx(one["scores"], rel=1e-4, abs=1e-6)
+    assert close(result["parameters"], one["parameters"], 1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_noise_has_the_variance_of_one_draw(size: int, tmp_path: Path) -> None:
+    wide: dict[str, Any] = {"width": 300, "policy": "none"}
+    noisy = succeeded(together(size, workers.gradients, {**wide, "noise_multiplier": 2.0}, folder=tmp_path))[0]
+    bare = succeeded(together(size, workers.gradients, {**wide, "noise_multiplier": 0.0}, folder=tmp_path))[0]
+    noise = []
+    for with_noise, without in zip(noisy["gradients"], bare["gradients"], strict=True):
+        parts = [(with_noise[name] - without[name]).flatten() for name in without]
+        noise.append(torch.cat(parts).double() * noisy["expected"] / (2.0 * 0.5))  # in units of σ·C
+    values = torch.stack(noise)
+    n = values.numel()
+    assert n > 90_000
+    assert abs(float(values.mean())) < 5 / math.sqrt(n)
+    assert abs(float(values.std()) - 1) < 5 / math.sqrt(2 * n)
+    # None is used twice: steps are not correlated, and the kurtosis is that of a Gaussian.
+    correlations = torch.corrcoef(values) - torch.eye(len(values))
+    assert float(correlations.abs().max()) < 5 / math.sqrt(values.shape[1])
+    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / n)
+
+
+def test_rank_0_chooses(tmp_path: Path) -> None:
+    first, second = succeeded(together(2, workers.chosen_by_rank, folder=tmp_path))
+    assert first == second and first[0] == ["body", "conv"]
+
+
+def test_an_estimator_of_ones_own_gets_the_whole_probe_batch(tmp_path: Path) -> None:
+    (one, epsilon), *many = [
+        alone(workers.own_estimator, folder=tmp_path),
+        *succeeded(together(2, workers.own_estimator, folder=tmp_path)),
+    ]
+    assert all(scores == pytest.approx(one) and spent == epsilon for scores, spent in many)
+    assert min(one.values()) > 5
+
+
+@pytest.mark.parametrize(
+    ("twist", "words"),
+    [
+        ("parameters", r"differ at the end of an epoch\. parameters: \w+ on rank 0, \w+ on rank 1\. Fix: "),
+        ("policy", r"at the end of an epoch\. policy: \['.*'\] on rank 0, \[\] on rank 1"),
+        ("ledger", r"at the end of an epoch\. ledger: \['4 training .* on rank 0, .*q=0\.5 sigma=2\.0.* on rank 1"),
+        ("noise", r"differ at an optimizer step\. noise_multiplier: 1\.0 on rank 0, 3\.0 on rank 1"),
+    ],
+)
+def test_processes_that_come_apart_are_stopped(twist: str, words: str, tmp_path: Path) -> None:
+    results = together(2, workers.with_a_twist, {}, twist, folder=tmp_path)
+    for result in results:
+        assert isinstance(result, Raised) and result.kind == "DistributedError", result
+        assert re.search(words, result.text), result.text
+
+
+def test_scores_are_compared_too(tmp_path: Path) -> None:
+    results = together(2, workers.with_a_twist, {"schedule": {"mode": "pls"}}, "scores", folder=tmp_path)
+    assert all(isinstance(result, Raised) and "scores: {" in result.text for result in results)
+
+
+def test_samplers_that_drifted_are_brought_together(tmp_path: Path) -> None:
+    results = succeeded(together(2, workers.with_a_twist, {}, "sampler", folder=tmp_path))
+    one = alone(workers.with_a_twist, {}, "none", folder=tmp_path)
+    assert same(results, "sampler") and results[0]["sampler"] == one["sampler"]
+
+
+def test_batches_by_hand_on_one_process_are_refused(tmp_path: Path) -> None:
+    results = together(2, workers.by_hand, folder=tmp_path)
+    assert all("batches from the loader: True on rank 0, False on rank 1" in result.text for result in results)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"spec": {"seed": 7}}, "seed: 0 on rank 0, 7 on rank 1"),
+        ({"max_grad_norm": 0.7}, "max_grad_norm: [0.5] on rank 0, [0.7] on rank 1"),
+        ({"batch": 6}, "sample_rate: 0.25 on rank 0, 0.125 on rank 1"),
+        ({"samples": 60, "batch": 15}, "dataset size: 48 on rank 0, 60 on rank 1"),
+        ({"width": 9}, "parameters: "),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_settings_on_one_process_are_refused(other: dict[str, Any], words: str, tmp_path: Path) -> None:
+    for result in together(2, workers.settings, [{}, other], folder=tmp_path):
+        assert isinstance(result, Raised) and result.kind == "DistributedError"
+        assert "differ in make_private" in result.text and words in result.text
+
+
+def test_data_split_by_a_seed_of_each_process_is_refused(tmp_path: Path) -> None:
+    """One record could be in two shares, and count twice."""
+    for result in together(2, workers.subsets, folder=tmp_path):
+        assert isinstance(result, Raised) and "dataset: Subset" in result.text
+
+
+def test_models_begin_as_that_of_rank_0(tmp_path: Path) -> None:
+    results = succeeded(together(2, workers.settings, [{}, {}], folder=tmp_path))  # seeds differ by rank
+    one = alone(workers.settings, [{}], folder=tmp_path)
+    assert all(torch.equal(result[name], one[name]) for result in results for name in one)
+
+
+def test_distributed_data_parallel_is_taken_off(tmp_path: Path) -> None:
+    plain = succeeded(together(2, workers.wrapped, "plain", folder=tmp_path))
+    ddp = succeeded(together(2, workers.wrapped, "ddp", folder=tmp_path))
+    assert same(plain + ddp, "parameters") and same(plain + ddp, "entries")
+
+
+def test_what_several_processes_cannot_do_is_refused(tmp_path: Path) -> None:
+    for result in together(2, workers.wrapped, "fsdp2", folder=tmp_path):
+        assert result.kind == "PrivacySpecError"
+        assert "'conv.weight'" in result.text and "fully_shard()" in result.text
+        assert "DistributedDataParallel" in result.text
+    for result in together(2, workers.settings, [{"poisson_sampling": False}] * 2, folder=tmp_path):
+        assert result.kind == "PrivacySpecError" and "poisson_sampling=False with 2 processes" in result.text
+    for result in together(2, workers.sampler_of_torch, folder=tmp_path):
+        assert result.kind == "PrivacySpecError" and "DistributedSampler" in result.text
+
+
+def test_secure_mode(tmp_path: Path) -> None:
+    runs = [succeeded(together(2, workers.secure_run, folder=tmp_path)) for _ in range(2)]
+    for first, second in runs:
+        assert same([first, second], "parameters") and same([first, second], "entries")
+        assert len(first["drawn"]) == len(second["drawn"]) == 4
+        assert all(i % 2 == 0 for share in first["drawn"] for i in share)
+        assert all(i % 2 == 1 for share in second["drawn"] for i in share)
+        noise = torch.cat([g.flatten() for step in first["gradients"] for g in step.values()]) * first["expected"] / 50
+        assert abs(float(noise.std()) - 1) < 0.03
+        assert all(
+            torch.equal(a[name], b[name])
+            for a, b in zip(first["gradients"], second["gradients"], strict=True)
+            for name in a
+        )
+    assert runs[0][0]["drawn"] != runs[1][0]["drawn"]  # from the operating system, not from a seed
+    assert not same([runs[0][0], runs[1][0]], "parameters")
+
+
+def test_secure_draws_of_one_key_are_the_same() -> None:
+    one, other = SharedUniform(), SharedUniform()
+    one.take_key(bytes(range(32)))
+    other.take_key(bytes(range(32)))
+    drawn = [one(20_000), one(5)]
+    assert torch.equal(drawn[0], other(20_000)) and torch.equal(drawn[1], other(5))
+    assert drawn[0].dtype == torch.float64 and float(drawn[0].min()) >= 0 and float(drawn[0].max()) < 1
+    assert abs(float(drawn[0].mean()) - 0.5) < 5 / math.sqrt(12 * 20_000)
+    assert not torch.equal(drawn[0][:5], drawn[1])
+    other.take_key(bytes(range(1, 33)))
+    assert not torch.equal(drawn[0], other(20_000))
+
+
+def test_the_target_stops_all_processes_at_the_same_step(tmp_path: Path) -> None:
+    target = {"target_epsilon": 9.0, "target_delta": 1e-5}
+    one = alone(workers.budget, target, folder=tmp_path)
+    first, second = succeeded(together(2, workers.budget, target, folder=tmp_path))
+    assert first == second == one and one[0] > EPOCHS and one[1] <= 9.0
+
+
+def test_collectives(tmp_path: Path) -> None:
+    results = succeeded(together(3, workers.collectives, folder=tmp_path))
+    for rank, result in enumerate(results):
+        assert result["buckets"] == [[0, 1], [2], [3, 4], [5]]  # 64 bytes, one dtype; a larger tensor by itself
+        assert [tuple(total.shape) for total in result["sums"]] == [(3, 5), (), (40,), (0,), (2, 2, 2), (1,)]
+        assert all(bool((total == 6).all()) for total in result["sums"]) and result["sums"][5].dtype == torch.int64
+        assert result["bytes"] == 4 * (15 + 1 + 40 + 8) + 8
+        image, flags, numbers = result["copies"]
+        assert not image.any() and image.is_contiguous(memory_format=torch.channels_last)
+        assert flags.tolist() == [True, False] and numbers.tolist() == [0, 1, 2, 3, 4]
+        assert result["share"] == list(range(rank, 10, 3))
+        assert result["told"] == ["rank", 0] and result["gathered"] == [0, 1, 2]
+        kind, text = result["error"]
+        assert (kind, text) == (("OddError", "no") if rank == 0 else ("DistributedError", "rank 0 raised OddError: no"))
+        assert result["differing"] == {"b": [0, 0, 1]}
+        assert result["used"] == {"x", "0", "1", "2"}

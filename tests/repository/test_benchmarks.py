@@ -1,0 +1,27 @@
+"""Every benchmark of private training runs on its small setting and prints what it is to print."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("dp_step", ["--no-memory"], ("eager", "hooks", "ghost", "functorch", "ours")),
+        ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
+        ("norm_ways", ["--fit"], ("gram", "direct", "int8", "_SHIFT_COST")),
+        ("fp4_step", [], ("private fp32", "private FP4 90 %", "torch.compile", "int8")),
+        ("fp4_step", ["--scaling", "--out", "out"], ("batch    4",)),
+    ],
+)
+def test_smoke_run(name: str, options: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--smoke", "--threads", "1", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(word in done.stdout for word in words), done.stdout
