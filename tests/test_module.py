@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
+from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.policy import draw_policy
 from tests.support.models import BatchNormNet, Branch, GroupNormNet, Hooked, TextNet, gradients, seeded, state
 
@@ -385,3 +386,58 @@ def test_the_first_policy_is_a_uniform_draw() -> None:
     chi_square = sum((count - seeds / 10) ** 2 / (seeds / 10) for count in counts.values())
     assert chi_square < 27.9, "nine degrees of freedom: exceeded by chance once in a thousand"
     assert reference(seeded(GroupNormNet), 2, seed=4).policy == draw_policy(2, reference(GroupNormNet()).sites.names, 4)
+
+
+def test_sites_of_another_mode_join() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.aux = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) + self.aux(x) if self.training else self.fc(x)
+
+    original = Auxiliary().eval()
+    model = dpq.compile(original, budget=1.0, backend="reference")
+    x = torch.randn(3, 4)
+    model(x)
+    model.train()
+    model(x)
+    model.set_policy("all")
+    assert model.sites.names == ("fc", "aux")
+    assert not torch.equal(model(x), original.fc(x) + original.aux(x))
+    assert {row.site: row.precision for row in model.explain()} == {"fc": "low", "aux": "low"}
+
+
+def test_a_replaced_layer_is_used() -> None:
+    model = dpq.compile(nn.Sequential(nn.Linear(4, 4)), budget=0, backend="reference")
+    x = torch.randn(3, 4)
+    model(x)
+    model._original[0] = nn.Linear(4, 2)
+    assert model(x).shape == (3, 2)
+
+
+def test_sample_ids_make_bits_independent_of_the_place() -> None:
+    model = dpq.compile(nn.Sequential(nn.Linear(16, 4)), budget=1, backend="reference")
+    x, ids = torch.randn(6, 16), torch.tensor([11, 5, 7, 2, 90, 4])
+    model.sample_ids = ids
+    whole = model(x)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    model.sample_ids = ids[order]
+    assert torch.equal(model(x[order]), whole[order])
+    model.sample_ids = ids[2:]
+    assert torch.equal(model(x[2:]), whole[2:])
+    with pytest.raises(CompileSpecError, match="one id per sample"):
+        model(x)
+    model.sample_ids = None
+    assert not torch.equal(model(x), whole)
+
+
+@pytest.mark.parametrize("policy", ["none", "all"])
+def test_autocast_around_a_model(policy: str) -> None:
+    model = dpq.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), budget=2, backend="reference")
+    model.set_policy(policy)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(torch.randn(4, 8))
+    y.float().sum().backward()
+    assert y.dtype == torch.float32 and all(p.grad is not None for p in model.parameters())

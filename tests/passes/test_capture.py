@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import dpquant_compile as dpq
 from dpquant_compile import pipeline
-from dpquant_compile.errors import CaptureError
+from dpquant_compile.errors import BudgetError, CaptureError
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
 from dpquant_compile.passes.capture import capture_dynamo, capture_fx
 from dpquant_compile.passes.runner import bind_inputs, op_name
@@ -375,3 +376,69 @@ def test_regions_are_kept_or_refused(name: str, dynamo: bool) -> None:
     parameters = list(model.parameters())
     found = gradients(canonical(model, *ROWS, dynamo=dynamo), [*ROWS], parameters)
     torch.testing.assert_close(found, gradients(model, [*ROWS], parameters), rtol=0, atol=0)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, twice: bool = False) -> Tensor:
+        y = self.b(self.a(x)) if mask is None else self.a(x) * mask
+        return 2 * y if twice else y
+
+
+def test_optional_arguments_take_their_own_branch() -> None:
+    original = Optional()
+    model = dpq.compile(original, budget=0, backend="reference")
+    x, mask = torch.randn(3, 4), torch.rand(3, 4)
+    for kwargs in (
+        {},
+        {"mask": mask},
+        {"mask": None},
+        {"twice": True},
+        {"mask": mask, "twice": True},
+        {"twice": False},
+    ):
+        assert torch.equal(model(x, **kwargs), original(x, **kwargs)), kwargs
+    assert torch.equal(model(x, mask, True), original(x, mask, True))
+
+
+def test_a_trace_that_computes_something_else_is_not_used() -> None:
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if isinstance(x, Tensor) else self.b(x)
+
+    original = Careful()
+    model = dpq.compile(original, budget=0, backend="reference")
+    x = torch.randn(3, 4)
+    assert torch.equal(model(x), original(x))
+
+
+def test_the_check_of_a_trace_leaves_nothing_changed() -> None:
+    original = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model = dpq.compile(original, budget=1, backend="reference")
+    x = torch.randn(6, 4)
+    state = torch.random.get_rng_state()
+    model.capture(x)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert int(original[1].num_batches_tracked) == 0 and not original[1].running_mean.any()
+
+
+def test_a_model_that_only_dynamo_takes_and_that_declares_no_layer() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.w) if x.sum().numel() and x.shape[1] == 4 and not isinstance(x, nn.Module) else x
+
+    model = dpq.compile(Functional(), budget=1.0, backend="reference", example_inputs=(torch.randn(3, 4),))
+    assert model.sites.names == ("w",)
+    with pytest.raises(BudgetError, match="between 0 and 0"):
+        dpq.compile(Functional(), budget=-1, backend="reference")

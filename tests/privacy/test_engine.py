@@ -1,7 +1,6 @@
 """`PrivacyEngine`: what it hands out, what it accounts, and what it refuses."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import opacus
 import pytest
@@ -18,92 +17,7 @@ from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrai
 from dpquant_compile.privacy.data.criterion import PrivateCriterion
 from dpquant_compile.privacy.mechanism.optimizer import PrivateOptimizer
 from tests.support import models
-
-FEATURES, CLASSES = 6, 3
-
-
-class Net(nn.Module):
-    """A small net for the loops; [B, 6] to 3 classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(FEATURES, 8)
-        self.norm = nn.LayerNorm(8)
-        self.fc = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(torch.tanh(self.norm(self.body(x))))
-
-
-class Run(NamedTuple):
-    """What a training loop works with."""
-
-    model: Any
-    optimizer: Any
-    criterion: Any
-    loader: Any
-    engine: dpq.PrivacyEngine
-
-
-def dataset(n: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(n, FEATURES, generator=generator)
-    return TensorDataset(x, torch.randint(0, CLASSES, (n,), generator=generator))
-
-
-def plain_loader(data: Any = None, batch: int = 6, seed: int = 0) -> DataLoader[Any]:
-    """The Poisson sampler draws from the loader's generator, so its seed fixes the batches."""
-    return DataLoader(
-        dataset(24) if data is None else data, batch_size=batch, generator=torch.Generator().manual_seed(seed)
-    )
-
-
-def compiled_net(model: nn.Module | None = None, **options: Any) -> dpq.CompiledModule:
-    chosen = models.seeded(Net) if model is None else model
-    return dpq.compile(chosen, budget=0, **{"backend": "reference", **options}).train()
-
-
-def made(
-    model: nn.Module | None = None,
-    *,
-    data: TensorDataset | None = None,
-    n: int = 24,
-    batch: int = 6,
-    sampler: int = 0,
-    noise: int = 0,
-    optimizer: Callable[[Any], Any] = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    criterion: Any = None,
-    compile_options: dict[str, Any] | None = None,
-    policy: Any = "none",
-    engine: dpq.PrivacyEngine | None = None,
-    **options: Any,
-) -> Run:
-    """A model made private with a real loader; `sampler` and `noise` are the seeds of both."""
-    compiled = compiled_net(model, **(compile_options or {}))
-    engine = engine or dpq.PrivacyEngine(accountant="rdp")
-    if not engine.secure_mode:
-        options = {"noise_generator": torch.Generator().manual_seed(noise), **options}
-    private = engine.make_private(
-        module=compiled,
-        optimizer=optimizer(compiled.parameters()),
-        criterion=criterion or nn.CrossEntropyLoss(),
-        data_loader=plain_loader(dataset(n) if data is None else data, batch, sampler),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
-    )
-    compiled.set_policy(policy)
-    return Run(*private, engine)
-
-
-def train(run: Run, epochs: int = 1) -> int:
-    """The loop of the contract; returns the number of micro-batches."""
-    count = 0
-    for _ in range(epochs):
-        for x, y in run.loader:
-            run.optimizer.zero_grad()
-            run.criterion(run.model(x), y).backward()
-            run.optimizer.step()
-            count += 1
-    return count
+from tests.support.private_loops import FEATURES, Net, Run, compiled_net, made, plain_loader, train
 
 
 def refused(**options: Any) -> None:
@@ -373,3 +287,23 @@ def test_parameter_that_was_frozen_for_make_private_cannot_be_trained_around_it(
     with pytest.raises(PrivateTrainingError, match=r"was frozen.*Fix: call make_private again"):
         run.optimizer.step()
     assert torch.equal(model.body.weight, before)
+
+
+def test_steps_that_no_sampling_drew_are_charged_in_full() -> None:
+    run = made()
+    run.criterion(run.model(torch.randn(4, FEATURES)), torch.zeros(4, dtype=torch.int64)).backward()
+    run.optimizer.step()
+    assert [(e.q, e.steps) for e in run.engine.ledger.entries] == [(1.0, 1)]
+    run = made(poisson_sampling=False)
+    train(run)
+    assert [(e.q, e.steps) for e in run.engine.ledger.entries] == [(1.0, 4)]
+    assert "not Poisson samples" in run.engine.ledger.statement(1e-5)
+
+
+def test_the_step_is_the_same_in_eval() -> None:
+    run = made()
+    run.criterion(run.model(torch.randn(4, FEATURES)), torch.zeros(4, dtype=torch.int64)).backward()
+    run.optimizer.step()
+    step = run.model.step
+    run.model.eval()
+    assert run.model.step == step == 1

@@ -17,16 +17,9 @@ import dpquant_compile as dpq
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.privacy.logging import JsonlLog, TensorBoardLog, progress
 from dpquant_compile.privacy.schedule.history import History
-from tests.privacy.schedule.test_scheduler import SITES, Constant, engine_of
+from tests.support.schedules import SITES, Constant, engine_of, run_epochs
 
 FIELDS = {"epoch", "policy", "probabilities", "scores", "analysed", "spent", "epsilon", "epsilons", "delta"}
-
-
-def run_epochs(scheduler: dpq.Scheduler, epochs: int) -> None:
-    for _ in range(epochs):
-        for _ in scheduler.made.loader:
-            pass
-        scheduler.step()
 
 
 # What is kept

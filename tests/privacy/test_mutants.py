@@ -22,7 +22,7 @@ from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
-from tests.privacy.clipping.test_bounds import BOUND, Mixed, Replay, check_replay, make_replay
+from tests.support.neighbouring_batches import BOUND, Mixed, Replay, check_replay, make_replay
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
 
 Patch = pytest.MonkeyPatch

@@ -25,3 +25,12 @@ def test_smoke_run(name: str, options: list[str], words: tuple[str, ...], tmp_pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(word in done.stdout for word in words), done.stdout
+
+
+@pytest.mark.slow
+def test_benchmark_runs_on_its_small_setting(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "ddp.py", "--smoke", "--json", tmp_path / "figures.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(word in done.stdout for word in ("1 process", "2 processes", "samples/s", "communication"))
+    assert (tmp_path / "figures.json").exists()

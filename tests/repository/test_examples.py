@@ -16,6 +16,7 @@ import torch
 import dpquant_compile as dpq
 from dpquant_compile import torchvision_compat
 from dpquant_compile.numerics import formats
+from tests.support.processes import on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -217,3 +218,19 @@ def test_resuming_refuses_an_epoch_that_is_not_there(run: Run, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         run("resuming", "--epochs", "2", "--die-in", "2")
     assert ended.value.code == 2 and "give an epoch from 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_example_runs_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, ROOT / "examples" / "ddp.py", "--epochs", "2", "--out", tmp_path / "out"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("differentially private") == 1  # said by rank 0 alone
+    assert (tmp_path / "out" / "checkpoint").is_dir() and on_disk(tmp_path / "out" / "ledger.json") > 2

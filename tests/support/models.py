@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
 from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.batch.track_batch import track_batch
+from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.passes.capture import capture_dynamo, capture_fx
 from dpquant_compile.passes.runner import PassRecord, run_passes
 
@@ -299,3 +301,15 @@ class Hooked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.watched(self.first(x)))
+
+
+def proved(model: nn.Module, *args: Tensor, dynamo: bool = False) -> fx.GraphModule:
+    """The graph of the model, after track_batch and verify_isolation."""
+    gm = canonical(model, *args, dynamo=dynamo)
+    try:
+        track_batch(gm, args=args, kwargs={})
+    except CaptureError:
+        track_batch(gm, args=args, kwargs={}, any_batch=False)
+    result = verify_isolation(gm, args=args, kwargs={})
+    assert result.modified is False and result.graph_module is gm
+    return gm

@@ -101,3 +101,20 @@ def meet(**options: Any) -> None:
     """Join the group."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dpq.init_process_group(timeout=timedelta(seconds=40), **options)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
+    return all(float((a[name] - b[name]).norm()) <= tolerance * max(float(b[name].norm()), 1e-6) for name in b)
+
+
+def same(results: list[dict[str, Any]], name: str) -> bool:
+    """Whether all processes have the very same value."""
+    first = results[0][name]
+    if isinstance(first, dict) and first and isinstance(next(iter(first.values())), torch.Tensor):
+        return all(torch.equal(result[name][key], first[key]) for result in results for key in first)
+    return all(result[name] == first for result in results)
+
+
+def on_disk(path: Path) -> int:
+    """The number of spends in a ledger's file."""
+    return sum(entry.steps for entry in dpq.Ledger.read(path).entries)

@@ -91,3 +91,18 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def made_private_again(engine: dpq.PrivacyEngine, lr: float = 0.2) -> None:
+    """`make_private` as `engine_of` did it: the noise is at its beginning again."""
+    made = engine.made
+    engine.make_private(
+        module=made.session.model,
+        optimizer=torch.optim.SGD(made.session.model.parameters(), lr=lr, momentum=0.9),
+        criterion=torch.nn.CrossEntropyLoss(),
+        data_loader=DataLoader(made.loader.dataset, batch_size=12, generator=torch.Generator().manual_seed(2)),
+        noise_multiplier=1.0,
+        max_grad_norm=0.5,
+        max_physical_batch_size=8,
+        noise_generator=torch.Generator().manual_seed(3),
+    )

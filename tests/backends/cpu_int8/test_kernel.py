@@ -1,5 +1,6 @@
 """The int8 backend: each product is, bit for bit, exact arithmetic on the reference's codes, for any geometry."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
 from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forward_table
-from dpquant_compile.backends.cpu_int8.plans import FORMATS, plan_of, sizes_of, table_of
+from dpquant_compile.backends.cpu_int8.plans import FORMATS, Sizes, plan_of, sizes_of, table_of
 from dpquant_compile.backends.cpu_int8.weights import packing
 from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.reference.emulated import key_of
@@ -25,6 +26,7 @@ from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
 from dpquant_compile.spec import CompileSpec
+from tests.support.private import clipped_sums, made_private
 
 KERNEL: Any = cpu_int8.CPU_INT8.arithmetic
 KEYS = site_keys(3, 1, ("site",))
@@ -368,3 +370,78 @@ def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: py
 def test_it_is_what_auto_takes() -> None:
     call = site_call("linear", 0, 0, "luq_fp4/none/auto", [0, 1, 1, 0, 1, 1])
     assert choose_kernel(call, torch.device("cpu")).kernel.backend == "cpu_int8"
+
+
+CALL = site_call("linear", 0, 0, "luq_fp4/none/cpu_int8", axis_list(BatchAxis(0), BatchAxis(0)))
+
+
+def norm_of(model: dpq.CompiledModule, x: Tensor, tangent: Tensor) -> float:
+    """‖f({x})‖ for one sample with that gradient of its output."""
+    torch.autograd.backward([model(x)], [tangent])
+    total = sum(p.summed_grad.double().square().sum() for p in model.parameters())  # type: ignore[attr-defined]
+    return float(total) ** 0.5
+
+
+@pytest.mark.parametrize("places", [320, 640])
+def test_norms_of_terms_that_cancel_are_exact(places: int) -> None:
+    """Gram sums of alternating terms pass 2^53 long before they cancel; what is left must be right to the last unit."""
+    width = 1024
+    x, grad = torch.full((1, places, width), 64), torch.full((1, places, width), 64)
+    grad[:, places // 2 :] = -64
+    x[:, 3, 5], x[:, 7, 9], grad[:, 11, 1] = 1, 2, 32
+    exact = grad[0].double().t() @ x[0].double()
+    shapes = Shapes((1, places, width), (width, width), (1, places, width), 1)
+    sizes = sizes_of(shapes, CALL)
+    problem, source = sizes.problem(FORMATS["luq_fp4"]), table_of(shapes, CALL, sizes).source
+    found = torch.empty(1, dtype=torch.float64)
+    for way in ("gram", "direct"):
+        codes = [torch.cat([(v + 64).to(torch.uint8).flatten(), torch.zeros(64, dtype=torch.uint8)]) for v in (x, grad)]
+        native.load()(f"norms_{way}", problem, *codes, source, found)
+        assert float(found) == float(exact.square().sum()), way
+
+
+def test_gram_is_not_taken_where_its_sums_could_overflow() -> None:
+    small = Sizes(8, 64, 128, 64, 128, 1, 9)
+    assert cpu_int8.norm_method(small) == "gram"
+    large = Sizes(8, 1 << 12, 1 << 15, 1 << 12, 1 << 15, 1, 1)
+    assert large.features * large.channels * (4096 * large.pixels) ** 2 >= 2**63
+    assert cpu_int8.norm_method(large) == "direct"
+
+
+@pytest.mark.parametrize("places", [2, 8])
+@pytest.mark.parametrize(("size", "steep"), [(1e30, 1e30), (1e-30, 3.3e38), (7.7e-37, 1e38), (3e38, 1e-36)])
+@pytest.mark.parametrize("signs", ["alike", "alternating"])
+def test_extreme_scales_are_clipped_or_left_out(places: int, size: float, steep: float, signs: str) -> None:
+    bound = 0.1
+    model, _, _ = made_private(
+        nn.Linear(20, 30, bias=False), 4, bound=bound, policy="all", backend="cpu_int8", inner="eager"
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(1, places, 20, generator=generator) + 0.5).clamp(max=1.0) * size
+    tangent = torch.full((1, places, 30), steep)
+    if signs == "alternating":
+        tangent[:, 1::2] *= -1
+        x[:] = size
+    moved = norm_of(model, x, tangent)
+    assert moved <= bound * (1 + 1e-5), moved
+
+
+def test_an_empty_map_has_a_unit() -> None:
+    streams = Streams(site_keys(0, 0, ("a",)), torch.arange(2))
+    operand: Operand = cpu_int8.CPU_INT8.arithmetic.operand(torch.zeros(2, 0, 4), "input", CALL, streams)
+    assert operand.unit.isfinite().all()
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    """The C++ writes float32, whatever a tensor made without a dtype would be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 36, 5)).float()
+    x, found = torch.randn(3, 4, 6, 6), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            compiled, _, _ = made_private(copy.deepcopy(model), 3, policy="all", backend="auto", inner="eager")
+            found.append(clipped_sums(compiled, [x]))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found[0] and all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpquant_compile import format_names
 from dpquant_compile.backends.ops.site import axis_list, geometry_list
 from dpquant_compile.backends.ops.specialised_site import low_precision_site
 from dpquant_compile.numerics import rounding
+from dpquant_compile.numerics.formats import format_names
 from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.random_bits import ROLES, fold, site_keys
 from dpquant_compile.sites import BatchAxis, ConvGeometry
@@ -308,3 +308,43 @@ def test_bits_change_with_step_site_and_call_and_weights_do_not_depend_on_the_ca
     onehot = torch.eye(40)[:BATCH]  # on the grid: only the weight is rounded
     assert torch.equal(output(call=0, x=onehot), output(call=1, x=onehot))
     assert not torch.equal(output(step=0, x=onehot), output(step=1, x=onehot))
+
+
+CONV = ConvGeometry((1, 1), (1, 1), (1, 1), 1)
+
+
+def sample_inputs(op: str, on: bool, bias: bool, outputs: str, channels_last: bool = False) -> tuple[Any, ...]:
+    x = torch.randn((3, 2, 5, 5) if op == "conv2d" else (3, 4, 6), requires_grad=True)
+    if channels_last:
+        x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.randn((4, 2, 3, 3) if op == "conv2d" else (5, 6), requires_grad=True)
+    offset = torch.randn(weight.shape[0], requires_grad=True) if bias else None
+    geometry = geometry_list(CONV if op == "conv2d" else None)
+    axes = axis_list(BatchAxis(0), BatchAxis(0))
+    table = (torch.tensor([not on, on]), site_keys(0, 0, ("a", "b")), torch.arange(16))
+    return (x, weight, offset, *table, op, 1, 0, geometry, axes, f"luq_fp4/{outputs}/reference")
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("on", [True, False], ids=["low", "full"])
+@pytest.mark.parametrize("op", ["conv2d", "linear"])
+def test_opcheck_of_the_switch(op: str, on: bool, bias: bool) -> None:
+    for outputs in ("none", "all"):
+        torch.library.opcheck(torch.ops.dpquant.site.default, sample_inputs(op, on, bias, outputs))
+
+
+def test_opcheck_of_a_channels_last_conv() -> None:
+    for on in (True, False):
+        args = sample_inputs("conv2d", on, True, "none", channels_last=True)
+        torch.library.opcheck(torch.ops.dpquant.site.default, args)
+        y = torch.ops.dpquant.site(*args)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("name", ["site_grad_input", "site_grad_params"])
+def test_opcheck_of_the_gradients(name: str) -> None:
+    x, weight, _, *table, op, site, number, geometry, axes, recipe = sample_inputs("conv2d", True, True, "none")
+    needs = (True, False) if name == "site_grad_params" else ()
+    grad, x, weight = torch.randn(3, 4, 5, 5), x.detach(), weight.detach()
+    args = (grad, x, weight, *table, *needs, op, site, number, geometry, axes, recipe)
+    torch.library.opcheck(getattr(torch.ops.dpquant, name).default, args)

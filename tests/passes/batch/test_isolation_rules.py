@@ -12,13 +12,11 @@ from torch import Tensor, fx, nn
 
 from dpquant_compile import torchvision_compat
 from dpquant_compile.batchnorm import replace_batch_norm
-from dpquant_compile.errors import CompileSpecError, IsolationError
 from dpquant_compile.passes.batch import isolation_rules
 from dpquant_compile.passes.batch.isolation_rules import Rows, Shared, tensors
 from dpquant_compile.passes.batch.verify_isolation import Mixed, _Isolation
 from dpquant_compile.sites import BatchAxis
-from tests.passes.batch.test_batch_rules import ANYWHERE, EVERYWHERE, EXACT, LOST, MOVED, B, data, samples
-from tests.passes.batch.test_verify_isolation import proved
+from tests.support.batch_functions import ANYWHERE, EVERYWHERE, EXACT, LOST, MOVED, B, data, samples
 from tests.support.models import (
     Attention,
     BatchNormNet,
@@ -29,6 +27,7 @@ from tests.support.models import (
     TimeFirst,
     Transposed,
     conv_zoo,
+    proved,
 )
 
 # Whole models
@@ -233,56 +232,3 @@ def test_a_weakened_rule_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(isolation_rules._STRICT, broken, lambda call, state_of: call.first)
     with pytest.raises(AssertionError, match="claimed dim 0, but sample 0 changes"):
         check(function, data((B, 3, 4)), BatchAxis(0))
-
-
-# Replacing BatchNorm
-
-
-def test_replaced_batch_norms_keep_their_parameters() -> None:
-    model = BatchNormNet().double()
-    model.bn2.eval()
-    names, parameters, eps = list(dict(model.named_parameters())), list(model.parameters()), model.bn1.eps
-    assert replace_batch_norm(model, groups=3) is model
-    assert [type(model.bn1), model.bn1.num_groups, model.bn1.eps] == [nn.GroupNorm, 2, eps]
-    assert list(model.state_dict()) == names and (model.bn1.training, model.bn2.training) == (True, False)
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
-    model(x).sum().backward()
-    assert parameters[names.index("bn1.weight")].grad is not None
-
-
-def test_groups_divide_the_channels() -> None:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    assert [replace_batch_norm(kind(48)).num_groups for kind in kinds] == [24] * 4
-    assert [replace_batch_norm(nn.BatchNorm2d(n)).num_groups for n in (1, 7, 32, 37, 64, 100)] == [1, 7, 32, 1, 32, 25]
-    assert replace_batch_norm(nn.BatchNorm2d(12), groups=lambda channels: channels // 3).num_groups == 4
-    norm = replace_batch_norm(nn.BatchNorm1d(6, affine=False))
-    assert norm.num_groups == 3 and norm.weight is None and not norm.state_dict()
-    assert replace_batch_norm(nn.BatchNorm1d(6))(torch.randn(3, 6)).abs().min() > 0  # a group of one would give 0
-    assert replace_batch_norm(nn.BatchNorm2d(4, bias=False)).bias is None
-    for groups in (0, True, 2.5):
-        with pytest.raises(CompileSpecError, match=r"groups=.* give an integer of at least 1"):
-            replace_batch_norm(nn.BatchNorm2d(4), groups=groups)
-
-
-def test_shared_and_lazy_batch_norms() -> None:
-    norm = nn.BatchNorm1d(4)
-    model = nn.Sequential(norm, nn.Linear(4, 4), nn.Sequential(norm, nn.ReLU()))
-    replace_batch_norm(model)
-    assert model[0] is model[2][0] and isinstance(model[0], nn.GroupNorm)
-    proved(model, torch.randn(5, 4))
-    lazy = nn.Sequential(nn.BatchNorm1d(4), nn.LazyBatchNorm1d())
-    with pytest.raises(CompileSpecError, match=r"module '1' \(LazyBatchNorm1d\).*run the lazy model once"):
-        replace_batch_norm(lazy)
-    assert isinstance(lazy[0], nn.BatchNorm1d), "nothing is replaced if not all can be"
-    lazy(torch.randn(5, 4))
-    replace_batch_norm(lazy)
-    plain = nn.Linear(4, 4)
-    assert replace_batch_norm(plain) is plain
-
-
-def test_a_model_with_batch_norm_is_taken_once_it_is_replaced() -> None:
-    model, x = BatchNormNet(), torch.randn(4, 3, 8, 8)
-    with pytest.raises(IsolationError, match="replace_batch_norm"):
-        proved(model, x)
-    proved(replace_batch_norm(model), x)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import dpquant_compile as dpq
 from dpquant_compile.errors import CaptureError, DPQuantError
 from dpquant_compile.passes.batch.track_batch import PROBES, batch_size, track_batch
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
@@ -237,3 +238,56 @@ def test_variable_arguments() -> None:
             return self.fc(inputs[0])
 
     assert len(collect_sites(tracked(Variable(), torch.randn(3, 4)))) == 1
+
+
+class Reshape(nn.Module):
+    """Writes a size as a number, so that samples and positions change places."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.before, self.fc = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        if self.kind == "number":
+            return self.fc(x.reshape(7, -1, 4)).reshape(x.shape)
+        if self.kind == "strided":
+            turned = x.transpose(0, 1)
+            return self.fc(turned.as_strided(turned.shape, (x.shape[0] * 4, 4, 1))).reshape(x.shape)
+        if self.kind == "turned":
+            return self.fc(x.transpose(0, 1)).transpose(0, 1)
+        return self.fc(x.reshape(-1, 4)).reshape(x.shape)
+
+
+def outputs_with_and_without_outlier(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    outlier = torch.cat([x, 1e4 * torch.ones_like(x[:1])])
+    return model(x), model(outlier)[: len(x)]
+
+
+@pytest.mark.parametrize("kind", ["number", "strided", "turned", "folded"])
+@pytest.mark.parametrize("batch", [3, 6, 7])
+def test_an_outlier_moves_no_other_sample(kind: str, batch: int) -> None:
+    torch.manual_seed(0)
+    model = dpq.compile(Reshape(kind), budget=1.0, backend="reference")
+    x = torch.randn(batch, 7, 4)
+    model(x)
+    model.set_policy("all")
+    alone, beside = outputs_with_and_without_outlier(model, x)
+    plain, plain_beside = outputs_with_and_without_outlier(model._original, x)
+    if torch.equal(plain, plain_beside):  # else the model itself mixes samples
+        assert torch.equal(alone, beside)
+    expected = ("before", "fc") if kind in ("turned", "folded") else ("before",)
+    assert model.sites.names == expected
+    assert [skip.name for skip in model.sites.skipped] == [n for n in ("fc",) if n not in expected]
+
+
+def test_a_variant_runs_only_where_its_samples_lie() -> None:
+    model = dpq.compile(Reshape("folded"), budget=2, backend="reference")
+    early = model.variant("all")
+    with pytest.raises(CaptureError, match=r"variant\(policy\) again"):
+        early(torch.randn(3, 6, 4))
+    late, x = model.variant("all"), torch.randn(3, 6, 4)
+    model.set_policy("all")
+    assert torch.equal(late(x), model(x))
+    with pytest.raises(CaptureError, match=r"variant\(policy\) again"):
+        late(torch.randn(3, 5, 4))

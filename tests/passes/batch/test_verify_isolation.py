@@ -10,24 +10,11 @@ from torch import Tensor, fx, nn
 
 from dpquant_compile import pipeline
 from dpquant_compile.errors import CaptureError, IsolationError
-from dpquant_compile.passes.batch.track_batch import track_batch
 from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.sites import BatchAxis
-from tests.support.models import BatchNormNet, Counting, Hooked, canonical, state, traced
+from tests.support.models import BatchNormNet, Counting, Hooked, canonical, proved, state, traced
 
 B = 6
-
-
-def proved(model: nn.Module, *args: Tensor, dynamo: bool = False) -> fx.GraphModule:
-    """The graph of the model, after track_batch and verify_isolation."""
-    gm = canonical(model, *args, dynamo=dynamo)
-    try:
-        track_batch(gm, args=args, kwargs={})
-    except CaptureError:
-        track_batch(gm, args=args, kwargs={}, any_batch=False)
-    result = verify_isolation(gm, args=args, kwargs={})
-    assert result.modified is False and result.graph_module is gm
-    return gm
 
 
 def meta(gm: fx.GraphModule, name: str) -> tuple[bool, BatchAxis | None, BatchAxis | None]:

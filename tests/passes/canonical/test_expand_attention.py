@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
+import dpquant_compile as dpq
 from dpquant_compile import pipeline
+from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.canonical.expand_attention import expand_attention
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
 from dpquant_compile.passes.runner import PassResult
@@ -271,3 +273,16 @@ def test_names_inside_torch_compile() -> None:
 
 def test_same_padding_inside_torch_compile() -> None:
     assert "conv" in inside_torch_compile(Both(), inputs("self", True)[0]).names
+
+
+def test_sequence_first_attention_is_refused() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attn(x, x, x, need_weights=False)[0]
+
+    with pytest.raises(CaptureError, match=r"attn.in_proj.*batch_first=True"):
+        dpq.compile(Encoder(), budget=1, backend="reference")(torch.randn(5, 3, 8))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import dpquant_compile as dpq
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, mark_sites
 from dpquant_compile.sites import SiteTable
 from tests.support.models import (
@@ -218,3 +219,28 @@ def test_an_input_that_the_batch_is_written_into_is_a_site() -> None:
         return self.fc(padded)
 
     assert found(Plain(forward)).names == ("fc",)
+
+
+def test_a_weight_in_two_geometries_is_two_sites() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4, 3, 3) / 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            near = F.conv2d(x, self.weight, padding=1)
+            return (
+                near
+                + F.conv2d(x, self.weight, padding=2, dilation=2)
+                + F.conv2d(x[:, :, 1:], self.weight, padding=1).mean()
+            )
+
+    torch.manual_seed(0)
+    plain = Twice()
+    model = dpq.compile(plain, budget=0, backend="reference", inner="eager").train()
+    x = torch.randn(3, 4, 6, 6)
+    torch.testing.assert_close(model(x), plain(x))
+    assert len(model.sites) == 2 and {site.geometry.dilation for site in model.sites if site.geometry} == {
+        (1, 1),
+        (2, 2),
+    }

@@ -247,7 +247,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"wide": True}], ids=str)
 def test_masks_of_the_model_are_its_own(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal nodes are merged. A review had numbers of eight bytes read as floats here, and so other samples'."""
+    """Equal nodes are merged. Numbers of eight bytes, read as floats, would be those of other samples."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
     with without_masks(monkeypatch):
         expected = clipped_sums(made(lambda: Compares(**options), policy="all"), [x])

@@ -1,5 +1,6 @@
 """The ledger on disk: the file that is ahead of every release, and resuming."""
 
+import hashlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -301,3 +303,34 @@ def test_accounting_leaves_the_warning_filters_alone():
     before = list(warnings.filters)
     Ledger("rdp", target_epsilon=2.0, target_delta=DELTA).check("training", **TRAINING)
     assert list(warnings.filters) == before
+
+
+def version_1(path: Path, ledger: Ledger) -> None:
+    """Write the file that the earlier release would have written of a ledger."""
+    body = {
+        "version": 1,
+        "accountant": ledger.accountant,
+        "target_epsilon": None,
+        "target_delta": None,
+        **{name: ledger.state_dict()[name] for name in ("entries", "runs")},
+    }
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    path.write_text(json.dumps({**body, "checksum": hashlib.sha256(canonical).hexdigest()}, indent=1))
+
+
+def test_what_the_earlier_release_wrote_is_read_and_goes_on(path: Path) -> None:
+    old = Ledger("rdp")
+    spent(old, steps=5)
+    state = {name: value for name, value in {**old.state_dict(), "version": 1}.items() if name != "caveats"}
+    version_1(path, old)
+    before = path.read_bytes()
+    assert "did not record whether secure_mode was on" in Ledger.read(path).statement(DELTA)
+    ledger = Ledger("rdp", path)
+    assert path.read_bytes() == before  # opening is no reason to write
+    ledger.load_state_dict(state, replays=True)
+    spent(ledger, steps=2)
+    assert counts(Ledger.read(path)) == [("training", 7)]
+    alone = Ledger("rdp")
+    alone.load_state_dict(state, replays=True)
+    assert alone.caveats == ledger.caveats == Ledger.read(path).caveats and len(alone.caveats) == 1
+    assert json.loads(path.read_bytes())["version"] == 2

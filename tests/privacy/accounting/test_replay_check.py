@@ -15,6 +15,7 @@ from dpquant_compile.privacy.accounting import ledger_file
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from dpquant_compile.privacy.accounting.replay_check import Releases, fingerprint
 from tests.support.ledgers import counts, spent
+from tests.support.private_loops import made, train
 from tests.support.resuming import STEPS, engine_of, epoch, result_of, same
 
 
@@ -331,3 +332,26 @@ def test_two_runs_with_one_seed_are_not_added_up(tmp_path: Path) -> None:
         epoch(second)
     with engine_of(tmp_path, secure=True) as third:
         epoch(third)
+
+
+def test_a_resumed_run_that_departs_is_stopped(tmp_path: Path) -> None:
+    def trained(state: Any, rate: float, epochs: int, replay: bool = True) -> tuple[dpq.PrivacyEngine, Any]:
+        run = made(engine=dpq.PrivacyEngine(accountant="rdp", ledger_path=tmp_path / "ledger"))
+        saved = None
+        with run.engine as engine:
+            if state is not None:
+                engine.load_state_dict(state, replay=replay)
+            run.optimizer.param_groups[0]["lr"] = rate
+            for _ in range(epochs):
+                train(run)
+                saved = saved or engine.state_dict()
+        return engine, saved
+
+    first, state = trained(None, 0.1, 2)
+    steps = sum(e.steps for e in first.ledger.entries)
+    again, _ = trained(state, 0.1, 1)
+    assert sum(e.steps for e in again.ledger.entries) == steps  # the same releases: nothing new
+    with pytest.raises(PrivateTrainingError, match=r"does not repeat.*replay=False"):
+        trained(state, 0.5, 1)
+    other, _ = trained(state, 0.5, 1, replay=False)
+    assert sum(e.steps for e in other.ledger.entries) == steps + steps // 2

@@ -17,10 +17,21 @@ import dpquant_compile as dpq
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.torchvision_compat import TorchvisionMissingError
 from dpquant_compile.torchvision_compat import models as torchvision_models
-from tests.privacy.clipping.test_runtime import assert_same, logical_sums, still, sums_of
-from tests.privacy.test_engine import FEATURES, Run, compiled_net, dataset, made, plain_loader, train
 from tests.support import models
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
+from tests.support.private_loops import (
+    FEATURES,
+    Run,
+    assert_same,
+    compiled_net,
+    dataset,
+    logical_sums,
+    made,
+    plain_loader,
+    still,
+    sums_of,
+    train,
+)
 
 try:
     zoo: Any = torchvision_models()

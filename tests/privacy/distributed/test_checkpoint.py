@@ -1,4 +1,4 @@
-"""Several processes and what can go wrong: deaths, restarts, checkpoints, other numbers of processes, the ledger."""
+"""Checkpoints of several processes: restarts, other numbers of processes, and spends that no process may lose."""
 
 import os
 import subprocess
@@ -10,37 +10,13 @@ import pytest
 import torch
 
 import dpquant_compile as dpq
-from tests.privacy.distributed.test_world import close, same
+from dpquant_compile.privacy.distributed.world import World
 from tests.support import distributed_workers as workers
 from tests.support.distributed_workers import DELTA
-from tests.support.processes import Raised, alone, succeeded, together
+from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
+from tests.support.resuming import made_private_again
 
 ROOT = Path(__file__).parents[3]
-
-
-def on_disk(path: Path) -> int:
-    """The number of spends in a ledger's file."""
-    return sum(entry.steps for entry in dpq.Ledger.read(path).entries)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_ends_the_run_and_no_entry_is_lost(victim: int, tmp_path: Path) -> None:
-    results = together(2, workers.dying, tmp_path, victim, 6, folder=tmp_path)
-    assert results[victim] is None
-    text, steps, unchanged = results[1 - victim]
-    assert f"rank {1 - victim} of 2 lost touch with the other processes after 6 optimizer steps" in text
-    assert "No entry of the privacy ledger is lost" in text and "--max-restarts" in text
-    assert steps == 6 and unchanged, "nothing came of the step that rank 0 has not paid for, or not added to"
-    # Six steps and the analysis after the first epoch, of four; rank 0 may have paid for the seventh.
-    assert on_disk(tmp_path / "ledger.json") in ([7] if victim == 0 else [7, 8])
-
-
-def test_no_process_gets_a_sum_before_its_entry_is_on_disk(tmp_path: Path) -> None:
-    """Other processes may read data while rank 0 still writes, but what they get of a step comes after that."""
-    written, done = succeeded(together(2, workers.slow_ledger, tmp_path, folder=tmp_path))
-    assert len(written) == len(done) == 4
-    assert all(entry < step for entry, step in zip(written, done, strict=True))
-    assert on_disk(tmp_path / "ledger.json") == 4
 
 
 @pytest.mark.slow
@@ -112,15 +88,6 @@ def test_another_number_of_processes_repeats_nothing(kept: bool, tmp_path: Path)
     assert one["epsilon"] > whole["epsilon"] if kept else one["epsilon"] == whole["epsilon"]
 
 
-def test_an_error_of_rank_0_is_raised_on_all_processes(tmp_path: Path) -> None:
-    """Only rank 0 can see that the checkpoint is of another ledger."""
-    options, path = {"ledger_path": tmp_path / "ledger.json"}, tmp_path / "checkpoint"
-    succeeded(together(2, workers.train_and_save, options, path, 1, folder=tmp_path))
-    other = {"ledger_path": tmp_path / "other.json"}
-    for result in together(2, workers.other_ledger, other, path, folder=tmp_path):
-        assert isinstance(result, Raised) and result.kind == "LedgerError" and "different runs" in result.text
-
-
 def test_a_state_is_rank_0s(tmp_path: Path) -> None:
     first, second = together(2, workers.state_on_each, folder=tmp_path)
     assert "model" in first and "world" in first
@@ -136,26 +103,40 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     assert isinstance(result, Raised) and result.kind == "CheckpointError" and "no checkpoint" in result.text
 
 
-@pytest.mark.slow
-def test_benchmark_runs_on_its_small_setting(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "ddp.py", "--smoke", "--json", tmp_path / "figures.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert all(word in done.stdout for word in ("1 process", "2 processes", "samples/s", "communication"))
-    assert (tmp_path / "figures.json").exists()
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_resume_with_the_default_physical_batch(before: int, after: int, tmp_path: Path) -> None:
+    schedule: dict[str, Any] = {"max_physical_batch_size": None, "schedule": {"n_sample": 1}}
+    options, path = {**schedule, "ledger_path": tmp_path / "ledger.json"}, tmp_path / "checkpoint"
+    succeeded(together(before, workers.train_and_save, options, path, 2, folder=tmp_path))
+    results = succeeded(together(after, workers.resume, options, path, folder=tmp_path))
+    whole = alone(workers.whole_run, schedule, folder=tmp_path)
+    assert all(results[0][name] == whole[name] for name in ("policies", "epsilon", "entries"))
+    assert close(results[0]["parameters"], whole["parameters"], 1e-4)
+    chosen = {**options, "max_physical_batch_size": 4}
+    for result in together(after, workers.resume, chosen, path, folder=tmp_path):
+        assert isinstance(result, Raised) and "max_physical_batch_size: " in result.text
 
 
-@pytest.mark.slow
-def test_example_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, ROOT / "examples" / "ddp.py", "--epochs", "2", "--out", tmp_path / "out"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("differentially private") == 1  # said by rank 0 alone
-    assert (tmp_path / "out" / "checkpoint").is_dir() and on_disk(tmp_path / "out" / "ledger.json") > 2
+def spends_of_rank_1(again: bool) -> list[str]:
+    """Rank 1 has a spend of its own before the ledger of rank 0 is copied to it."""
+    engine = workers.engine_of()
+    state = engine.state_dict() if workers.rank() == 0 else None
+    if workers.rank() == 1:
+        engine.ledger.spend("training", q=0.5, sigma=2.0)
+    try:
+        if again:
+            made_private_again(engine)
+        else:
+            engine.load_state_dict(World.current().on_first("a state", lambda: state))
+    except dpq.errors.DPQuantError as error:
+        return [type(error).__name__, str(error), *map(repr, engine.ledger.entries)]
+    return ["nothing", "", *map(repr, engine.ledger.entries)]
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["make_private", "load_checkpoint"])
+def test_a_process_does_not_drop_spends_that_rank_0_lacks(again: bool, tmp_path: Path) -> None:
+    first, second = succeeded(together(2, spends_of_rank_1, again, folder=tmp_path))
+    for kind, text, *_ in (first, second):
+        assert kind == ("LedgerError" if again else "DistributedError"), text
+        assert "rank 1 of 2 has privacy spends that rank 0 lacks" in text if again else "at load_checkpoint" in text
+    assert len(first) == 2 and "sigma=2.0" in second[2]

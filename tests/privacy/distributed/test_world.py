@@ -1,31 +1,25 @@
 """Several processes: the sums, the noise, the policies and ε of one process, and no process that comes apart unseen."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from dpquant_compile.privacy.data.poisson_loader import SharedUniform
+from dpquant_compile.privacy.distributed import world as distributed
+from dpquant_compile.privacy.distributed.world import World
 from tests.support import distributed_workers as workers
-from tests.support.distributed_workers import EPOCHS
-from tests.support.processes import Raised, alone, succeeded, together
+from tests.support.distributed_workers import EPOCHS, engine_of, epoch
+from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 
 ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
-
-
-def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> bool:
-    return all(float((a[name] - b[name]).norm()) <= tolerance * max(float(b[name].norm()), 1e-6) for name in b)
-
-
-def same(results: list[dict[str, Any]], name: str) -> bool:
-    """Whether all processes have the very same value."""
-    first = results[0][name]
-    if isinstance(first, dict) and first and isinstance(next(iter(first.values())), torch.Tensor):
-        return all(torch.equal(result[name][key], first[key]) for result in results for key in first)
-    return all(result[name] == first for result in results)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -239,3 +233,220 @@ def test_collectives(tmp_path: Path) -> None:
         assert (kind, text) == (("OddError", "no") if rank == 0 else ("DistributedError", "rank 0 raised OddError: no"))
         assert result["differing"] == {"b": [0, 0, 1]}
         assert result["used"] == {"x", "0", "1", "2"}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_run_and_no_entry_is_lost(victim: int, tmp_path: Path) -> None:
+    results = together(2, workers.dying, tmp_path, victim, 6, folder=tmp_path)
+    assert results[victim] is None
+    text, steps, unchanged = results[1 - victim]
+    assert f"rank {1 - victim} of 2 lost touch with the other processes after 6 optimizer steps" in text
+    assert "No entry of the privacy ledger is lost" in text and "--max-restarts" in text
+    assert steps == 6 and unchanged, "nothing came of the step that rank 0 has not paid for, or not added to"
+    # Six steps and the analysis after the first epoch, of four; rank 0 may have paid for the seventh.
+    assert on_disk(tmp_path / "ledger.json") in ([7] if victim == 0 else [7, 8])
+
+
+def test_no_process_gets_a_sum_before_its_entry_is_on_disk(tmp_path: Path) -> None:
+    """Other processes may read data while rank 0 still writes, but what they get of a step comes after that."""
+    written, done = succeeded(together(2, workers.slow_ledger, tmp_path, folder=tmp_path))
+    assert len(written) == len(done) == 4
+    assert all(entry < step for entry, step in zip(written, done, strict=True))
+    assert on_disk(tmp_path / "ledger.json") == 4
+
+
+def test_an_error_of_rank_0_is_raised_on_all_processes(tmp_path: Path) -> None:
+    """Only rank 0 can see that the checkpoint is of another ledger."""
+    options, path = {"ledger_path": tmp_path / "ledger.json"}, tmp_path / "checkpoint"
+    succeeded(together(2, workers.train_and_save, options, path, 1, folder=tmp_path))
+    other = {"ledger_path": tmp_path / "other.json"}
+    for result in together(2, workers.other_ledger, other, path, folder=tmp_path):
+        assert isinstance(result, Raised) and result.kind == "LedgerError" and "different runs" in result.text
+
+
+def secure_epochs() -> dict[str, Any]:
+    """The keys that sampling got, and the samples of two epochs."""
+    keys: list[bytes] = []
+    take = SharedUniform.take_key
+
+    def noted(self: SharedUniform, key: bytes) -> None:
+        keys.append(key)
+        take(self, key)
+
+    SharedUniform.take_key = noted  # type: ignore[method-assign]  # in a process of its own
+    engine = engine_of(secure=True)
+    return {"drawn": [epoch(engine), epoch(engine)], "keys": keys}
+
+
+def apart_at(when: str, path: Path) -> None:
+    """Something changes on rank 1 alone, right before a checkpoint or a step."""
+    engine = engine_of(schedule={})
+    if workers.rank() == 1 and when == "checkpoint":
+        engine.session.model.set_policy("none")
+    elif workers.rank() == 1:
+        engine.made.optimizer.max_grad_norm = 0.7
+    if when == "step":
+        epoch(engine)
+    engine.save_checkpoint(path=path)
+
+
+def scheduler_of_rank_0(n_interval: int) -> None:
+    """Rank 0 goes to the scheduler, the others to the next epoch."""
+    engine = engine_of(schedule={"n_interval": n_interval})
+    scheduler, engine.scheduler = engine.scheduler, None
+    epoch(engine)
+    if workers.rank() == 0:
+        scheduler.step()
+    epoch(engine)
+
+
+def unpicklable() -> None:
+    World.current().on_first("a function", lambda: lambda: 0)
+
+
+class Buffered(workers.Net):
+    """With a buffer that hangs on the seed, as each process has its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("scale", torch.rand(()) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def buffered() -> dict[str, Any]:
+    own: list[Tensor] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        own.extend(buffer.clone() for buffer in model.buffers())
+        return model
+
+    workers.Net = Buffered  # type: ignore[misc]  # in a process of its own
+    engine = engine_of(wrap=wrap)
+    buffers = dict(engine.session.model.named_buffers())
+    return {"own": own, "buffers": {name: buffer.clone() for name, buffer in buffers.items()}, "drawn": epoch(engine)}
+
+
+class Forked(nn.Module):
+    """A parameter that only some calls use."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc, self.side = nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+        y: Tensor = self.fc(x.flatten(1))
+        return y if extra is None else y + self.side(extra.flatten(1))
+
+
+def forked() -> dict[str, Any]:
+    """An epoch in which rank 1 alone uses `side`."""
+    workers.Net = Forked  # type: ignore[assignment,misc]  # in a process of its own
+    made = engine_of(spec={"budget": 0}).made
+    before = made.session.model.side.weight.detach().clone()
+    for x, y in made.loader:
+        made.optimizer.zero_grad()
+        made.criterion(made.session.model(x, x) if workers.rank() == 1 else made.session.model(x), y).backward()
+        made.optimizer.step()
+    parameters = {name: p.detach().clone() for name, p in made.session.model.named_parameters()}
+    return {"parameters": parameters, "moved": not torch.equal(before, parameters["side.weight"])}
+
+
+def physical(options: dict[str, Any]) -> tuple[int, float]:
+    engine = engine_of(**options)
+    return engine.session.physical, engine.scheduler.sample_rate
+
+
+def test_secure_sampling_has_one_key_for_all_and_a_new_one_for_every_epoch(tmp_path: Path) -> None:
+    first, second = succeeded(together(2, secure_epochs, folder=tmp_path))
+    assert first["keys"] == second["keys"] and len(set(first["keys"])) == 2
+    for result in (first, second):
+        assert result["drawn"][0] != result["drawn"][1]
+    for one, other in zip(first["drawn"], second["drawn"], strict=True):
+        assert len(one) == len(other) == 4
+        assert not any(set(a) & set(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("checkpoint", r"differ at a checkpoint\. policy: \['.*'\] on rank 0, \[\] on rank 1"),
+        ("step", r"differ at an optimizer step\. max_grad_norm: 0\.5 on rank 0, 0\.7 on rank 1"),
+    ],
+)
+def test_what_differs_is_found_before_it_is_used(when: str, words: str, tmp_path: Path) -> None:
+    for result in together(2, apart_at, when, tmp_path / "checkpoint", folder=tmp_path):
+        assert isinstance(result, Raised) and result.kind == "DistributedError", result
+        assert re.search(words, result.text), result.text
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(("n_interval", "told"), [(1, "the samples of an analysis"), (2, "the policy of an epoch")])
+def test_a_process_out_of_step_is_told_so(n_interval: int, told: str, tmp_path: Path) -> None:
+    first, second = together(2, scheduler_of_rank_0, n_interval, folder=tmp_path)
+    assert isinstance(second, Raised) and second.kind == "DistributedError", second
+    assert f"it waits for the batches of an epoch of rank 0, which has come to {told}" in second.text
+    assert isinstance(first, Raised) and first.kind == "DistributedError", first  # it has lost the other
+
+
+def test_a_value_that_cannot_be_sent_leaves_no_process_waiting(tmp_path: Path) -> None:
+    for result in together(2, unpicklable, folder=tmp_path, seconds=30):
+        assert isinstance(result, Raised) and "lambda" in result.text
+
+
+def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
+    first, second = succeeded(together(2, buffered, folder=tmp_path))
+    assert first["own"] != second["own"] and same([first, second], "buffers")
+    assert list(first["buffers"].values()) == first["own"]
+
+
+def test_a_parameter_that_one_process_does_not_use_is_in_use_for_all(tmp_path: Path) -> None:
+    first, second = succeeded(together(2, forked, folder=tmp_path))
+    assert first["moved"] and same([first, second], "parameters")
+
+
+def test_the_default_physical_batch_is_that_of_a_share(tmp_path: Path) -> None:
+    """While the samples of an analysis, which ε hangs on, stay those of one process."""
+    options = {"max_physical_batch_size": None, "samples": 1024, "batch": 128, "schedule": {"n_sample": 1}}
+    one, *two = alone(physical, options, folder=tmp_path), *succeeded(together(2, physical, options, folder=tmp_path))
+    assert one == (176, 1 / 6) and two == [(96, 1 / 6)] * 2
+
+
+def test_nccl_gets_tensors_that_it_can_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Analyses add up on the CPU. Without a GPU, by tensors that only say where they are."""
+    sent = []
+
+    class Done:
+        def wait(self) -> None:
+            pass
+
+    def take(tensor: Tensor, **options: Any) -> Done:
+        sent.append(tensor.device.type)
+        return Done()
+
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "all_reduce", take)
+    monkeypatch.setattr(dist, "broadcast", take)
+    with FakeTensorMode():
+        tensors = [torch.zeros(3), torch.zeros(2, device="cuda:0"), torch.zeros(2, 2, dtype=torch.float64)]
+        sums = World(0, 2).sum(tensors)
+        World(0, 2).copy_first(tensors)
+    assert [total.device.type for total in sums] == ["cpu", "cuda", "cpu"]
+    assert [total.shape for total in sums] == [tensor.shape for tensor in tensors]
+    assert sent == ["cuda"] * 6
+
+
+def test_every_restart_of_torchrun_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node. The torchruns of several count restarts each by itself, so that names would differ."""
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP_"))]:
+        monkeypatch.delenv(name)
+    assert not distributed._restarts_are_ours({})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert not distributed._restarts_are_ours({})
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert distributed._restarts_are_ours({}) and distributed._restarts_are_ours({"init_method": "env://"})
+    assert not distributed._restarts_are_ours({"store": object()})
+    assert not distributed._restarts_are_ours({"init_method": "file:///x"})

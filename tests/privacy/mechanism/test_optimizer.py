@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import CheckpointError
-from tests.privacy.clipping.test_runtime import assert_same, by_hand
-from tests.privacy.test_engine import Net, Run, dataset, made, train
+from dpquant_compile.errors import CheckpointError, PrivateTrainingError
 from tests.support import models
+from tests.support.private_loops import FEATURES, Net, Run, assert_same, by_hand, dataset, made, plain_loader, train
 
 # Optimizers
 
@@ -333,3 +332,30 @@ def test_traffic_signs_are_learnt_within_epsilon_8() -> None:
         model, (*train_set, *test_set), lambda p: torch.optim.Adam(p, lr=0.01), epochs=2, batch=512, budget=0.75
     )
     assert epsilon <= 8.0 and accuracy > 0.1  # chance is 1/43
+
+
+def test_an_old_optimizer_cannot_release_new_sums() -> None:
+    run = made()
+    dpq.PrivacyEngine(accountant="rdp").make_private(
+        module=run.model,
+        optimizer=torch.optim.SGD(run.model.parameters(), lr=0.1),
+        data_loader=plain_loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=1000.0,
+    )
+    run.model(torch.randn(4, FEATURES)).sum().backward()
+    with pytest.raises(PrivateTrainingError, match="earlier make_private"):
+        run.optimizer.step()
+
+
+def test_a_gradient_from_outside_is_seen_after_a_first_step() -> None:
+    run = made()
+    run.optimizer.step()
+    run.model.fc.weight.square().sum().backward()
+    with pytest.raises(PrivateTrainingError, match=r"eval\(\).*zero_grad"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(49, 1), (98, 2), (412, 4)])
+def test_the_divisor_is_not_rounded_down(samples: int, batch: int) -> None:
+    assert made(n=samples, batch=batch).optimizer.expected_batch_size == batch

@@ -14,8 +14,8 @@ from torch import nn
 import dpquant_compile as dpq
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
-from tests.privacy.test_engine import Net, dataset, made, train
 from tests.support.private import clipped_sums, made_private
+from tests.support.private_loops import Net, dataset, made, train
 
 KEY = bytes(range(32))
 NAMES = ("a", "b.c", "head")

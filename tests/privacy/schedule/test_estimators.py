@@ -15,9 +15,9 @@ from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 from dpquant_compile.privacy.schedule.estimators import ADJACENCIES, Paper, PerSample, Setting, make_estimator
 from dpquant_compile.privacy.schedule.probe import Batch, Probe
-from tests.privacy.schedule.test_probe import OUTLIERS, batch_of, cross_entropy, group_of, ordered, rows
-from tests.privacy.test_engine import Run, made, train
 from tests.support import models
+from tests.support.private_loops import Run, made, train
+from tests.support.probes import OUTLIERS, batch_of, cross_entropy, group_of, ordered, rows
 
 NUMBER, PHYSICAL = 2, 6
 IDS = [3, 17, 4, 1001, 8]

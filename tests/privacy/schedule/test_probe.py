@@ -1,6 +1,5 @@
 """Probes: loss differences against a brute force with the same bits, and samples that leave each other alone."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +17,9 @@ from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.data.poisson_loader import private_loader
 from dpquant_compile.privacy.schedule.probe import Batch, Probe, draw_batch, unpack_pair
 from dpquant_compile.sites import BatchAxis
-from tests.privacy.test_engine import made
 from tests.support import models
-
-STEP, GROUPS = -7, 4
-
-
-def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, target, reduction="none")
+from tests.support.private_loops import made
+from tests.support.probes import OUTLIERS, STEP, batch_of, cross_entropy, group_of, ordered, rows
 
 
 def internals_of(model: nn.Module, shape: Sequence[int], **options: Any) -> Any:
@@ -34,27 +28,6 @@ def internals_of(model: nn.Module, shape: Sequence[int], **options: Any) -> Any:
     run = made(model, data=data, compile_options={"inner": "eager", **options})
     run.model(data.tensors[0][:2])  # the model captures, and knows its sites
     return run
-
-
-def group_of(ids: Tensor, groups: int = GROUPS) -> Tensor:
-    """Some function of the id."""
-    return (ids * 2_654_435_761 >> 9) % groups
-
-
-def batch_of(x: Tensor, ids: Sequence[int], classes: int = 3) -> Batch:
-    """Samples whose target, and group, is a function of their id, so that it goes with them."""
-    own = torch.tensor(ids)
-    return Batch((x,), {}, torch.tensor([i % classes for i in ids]), own, group_of(own))
-
-
-def rows(batch: Batch, keep: Sequence[int]) -> Batch:
-    at = list(keep)
-    return Batch(tuple(a[at] for a in batch.args), {}, batch.target[at], batch.ids[at], batch.groups[at])
-
-
-def ordered(batch: Batch) -> Batch:
-    """As `draw_batch` gives it: the samples of a group side by side."""
-    return rows(batch, torch.argsort(batch.groups, stable=True).tolist())
 
 
 # Against a brute force
@@ -188,20 +161,6 @@ def test_fast_kernels_measure_what_the_reference_measures() -> None:
 
 
 # Samples leave each other alone
-
-
-def poke(x: Tensor, value: float) -> Tensor:
-    return torch.where(torch.arange(x.numel()).view(x.shape) == 0, value, x)
-
-
-OUTLIERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "usual": lambda x: x,
-    "huge": lambda x: 1e4 * x,
-    "1e30": lambda x: 1e30 * x,
-    "zeros": torch.zeros_like,
-    "nan": lambda x: poke(x, math.nan),
-    "inf": lambda x: poke(x, math.inf),
-}
 
 
 class Attending(nn.Module):

@@ -2,8 +2,11 @@
 
 import copy
 import math
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,83 +14,13 @@ import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from scipy import stats
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
 from dpquant_compile.privacy.schedule.estimators import Paper, PerSample
 from tests.support import models
-
-SITES = tuple(str(i) for i in range(6))
-
-
-class Numbers(Dataset[Any]):
-    """As many samples as asked, of nothing but zeros; every read is noted."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.reads = size, []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitems__(self, ids: list[int]) -> list[int]:
-        self.reads.append(list(ids))
-        return ids
-
-
-def zeros(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return torch.zeros(len(ids), 4), torch.zeros(len(ids), dtype=torch.int64)
-
-
-def six() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in SITES))
-
-
-def engine_of(
-    data: Any = None,
-    batch: int = 8,
-    physical: int = 8,
-    model: nn.Module | None = None,
-    noise: int = 0,
-    accountant: str = "rdp",
-    collate: Any = zeros,
-    criterion: bool = True,
-    **options: Any,
-) -> dpq.PrivacyEngine:
-    """An engine with a private model of six linears; budget 2."""
-    compiled = dpq.compile(model or models.seeded(six), budget=2, backend="reference", inner="eager").train()
-    engine = dpq.PrivacyEngine(accountant=accountant, **options)
-    engine.make_private(
-        module=compiled,
-        optimizer=torch.optim.SGD(compiled.parameters(), lr=0.0),
-        data_loader=DataLoader(
-            data or Numbers(64), batch_size=batch, collate_fn=collate, generator=torch.Generator().manual_seed(noise)
-        ),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        max_physical_batch_size=physical,
-        noise_generator=torch.Generator().manual_seed(noise),
-        **({"criterion": nn.CrossEntropyLoss()} if criterion else {}),
-    )
-    return engine
-
-
-class Constant:
-    """An estimator that measures what it is told to, after reading its draw."""
-
-    def __init__(self, values: Any, sigma: float = 1e-9, scale: float = 1.0, divisor: float = 1.0) -> None:
-        self.values, self.sigma, self.scale, self.number = values, sigma, scale, divisor
-        self.drawn: list[list[int]] = []
-
-    def sensitivity(self, adjacency: str) -> float:
-        return self.scale if adjacency == "add_remove" else 2 * self.scale
-
-    def measure(self, setting: Any, policies: Sequence[frozenset[str]], batches: Iterable[Any]) -> Tensor:
-        self.drawn.append([i for batch in batches for i in batch.ids.tolist()])
-        return torch.tensor(self.values, dtype=torch.float64).expand(len(policies))
-
-    def divisor(self, setting: Any) -> float:
-        return self.number
+from tests.support.schedules import SITES, Constant, Numbers, engine_of, run_epochs, six, zeros
 
 
 def policies_of(scheduler: dpq.Scheduler, epochs: int) -> list[tuple[str, ...]]:
@@ -390,3 +323,100 @@ def test_schedulers_of_one_engine_draw_probe_batches_of_their_own() -> None:
         drawn.append(frozenset(i for ids in data.reads for i in ids))
     assert all(64 < len(ids) < 192 for ids in drawn) and len(set(drawn)) == 3
     assert sum(entry.steps for entry in engine.ledger.entries if entry.purpose == "analysis") == 3
+
+
+DELTA = 1e-5
+
+
+def calibrated(epochs: int = 4, accountant: str = "rdp", **options: Any) -> dpq.PrivacyEngine:
+    """An engine whose noise is the least for so many epochs within ε = 8: 64 samples in batches of 8."""
+    model = dpq.compile(models.seeded(six), budget=2, backend="reference", inner="eager").train()
+    engine = dpq.PrivacyEngine(accountant=accountant)
+    engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(Numbers(64), batch_size=8, collate_fn=zeros),
+        target_epsilon=8.0,
+        target_delta=DELTA,
+        epochs=epochs,
+        max_grad_norm=1.0,
+        max_physical_batch_size=8,
+        **options,
+    )
+    return engine
+
+
+def test_analyses_beyond_the_target_are_warned_of_at_the_start() -> None:
+    engine = calibrated()
+    with pytest.warns(UserWarning, match=r"epochs: 4, analyses: 1\).* past the target 8: .*dpq\.plan") as told:
+        scheduler = dpq.Scheduler(engine, epochs=4)
+    assert told[0].filename == __file__
+    ledger, made = dpq.Ledger("rdp"), engine.made
+    ledger.spend("training", q=1 / 8, sigma=made.noise_multiplier, steps=32)
+    ledger.spend("analysis", q=scheduler.sample_rate, sigma=2.0)
+    planned = re.search(r"ε = ([\d.]+) at δ = 1e-05", str(told[0].message))
+    assert planned is not None and 8 < float(planned[1]) == pytest.approx(ledger.epsilon(DELTA), rel=1e-5)
+    with pytest.raises(PrivacyBudgetError):  # and so it comes
+        run_epochs(scheduler, 4)
+
+
+def test_a_run_with_its_analyses_planned_is_not_warned_of() -> None:
+    plan = dpq.plan(
+        target_epsilon=8,
+        delta=DELTA,
+        dataset_size=64,
+        batch_size=8,
+        epochs=4,
+        max_physical_batch_size=8,
+        accountant="rdp",
+    )
+    engine = engine_of(target_epsilon=8, target_delta=DELTA)
+    engine.made.optimizer.noise_multiplier = plan.noise_multiplier
+    run_epochs(dpq.Scheduler(engine, epochs=4), 4)
+    assert 7.9 < plan.epsilon <= 8 and engine.get_epsilon(DELTA) == pytest.approx(plan.epsilon)
+
+
+@pytest.mark.parametrize("given", [{"mode": "pls"}, {"mode": "static"}, {"k": 0}, {"k": 6}, {"n_interval": 4}])
+def test_without_analyses_the_calibrated_noise_will_do(given: dict[str, Any]) -> None:
+    engine = calibrated()
+    run_epochs(dpq.Scheduler(engine, epochs=4, **given), 4)
+    assert engine.get_epsilon(DELTA) <= 8
+
+
+def test_the_length_of_the_run_is_that_of_the_scheduler_or_of_the_noise() -> None:
+    with pytest.warns(UserWarning, match="epochs: 6, analyses: 0"):
+        dpq.Scheduler(calibrated(), epochs=6, mode="pls")
+    with pytest.warns(UserWarning, match="epochs: 4, analyses: 2"):  # one after the last, too
+        dpq.Scheduler(calibrated())
+    dpq.Scheduler(engine_of(target_epsilon=1e-3, target_delta=DELTA))  # nobody knows how long
+    dpq.Scheduler(engine_of(), epochs=1000)  # no target
+    dpq.Scheduler(calibrated(epochs=60), epochs=4)  # noise enough
+
+
+def test_batches_that_are_no_poisson_draws_count_in_full() -> None:
+    with pytest.warns(UserWarning, match="analyses: 0"):
+        dpq.Scheduler(calibrated(poisson_sampling=False), epochs=4, mode="pls")
+
+
+def test_gdp_leaves_it_to_the_spend() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="GDP accounting is experimental")
+        engine = calibrated(accountant="gdp")
+    dpq.Scheduler(engine, epochs=4)
+
+
+def test_a_resumed_run_is_not_counted_twice(tmp_path: Path) -> None:
+    planned = dpq.Ledger("rdp")
+    planned.spend("training", q=1 / 8, sigma=1.0, steps=32)
+    planned.spend("analysis", q=1 / 8, sigma=3.0)
+
+    def start() -> dpq.Scheduler:
+        target = planned.epsilon(DELTA)
+        engine = engine_of(target_epsilon=target, target_delta=DELTA, ledger_path=tmp_path / "ledger.json")
+        return dpq.Scheduler(engine, epochs=4, estimator=Constant(0.0, sigma=3.0))
+
+    first = start()
+    run_epochs(first, 4)
+    first.engine.close()
+    assert start().engine.ledger.epsilon(DELTA) == planned.epsilon(DELTA)

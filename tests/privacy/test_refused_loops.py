@@ -1,0 +1,260 @@
+"""What a private training loop may not do: count twice, or reach a parameter or a disk around the noise."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpquant_compile.errors import PrivateTrainingError
+from tests.support import models
+from tests.support.private_loops import (
+    FEATURES,
+    Net,
+    Run,
+    dataset,
+    made,
+    train,
+)
+
+
+@pytest.fixture
+def batch() -> Iterator[tuple[Run, Tensor, Tensor]]:
+    """A run in the middle of its first epoch."""
+    run = made(noise_multiplier=0.0, max_physical_batch_size=4, sampler=1)
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        yield run, x, y
+        break
+
+
+Batch = tuple[Run, Tensor, Tensor]
+
+
+def test_second_backward_on_a_micro_batch_is_refused(batch: Batch) -> None:
+    run, x, y = batch
+    run.criterion(run.model(x), y).backward()
+    sums = {name: p.summed_grad.clone() for name, p in run.model.named_parameters()}
+    with pytest.raises(PrivateTrainingError, match=r"second backward.*Fix: one forward and one backward"):
+        run.criterion(run.model(x), y).backward()
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter.summed_grad, sums[name])
+
+
+def test_two_views_of_a_batch_are_refused(batch: Batch) -> None:
+    run, x, y = batch
+    first, second = run.model(x), run.model(x + 0.1)
+    with pytest.raises(PrivateTrainingError, match=r"not the model's last one.*torch\.no_grad\(\)"):
+        (run.criterion(first, y) + run.criterion(second, y)).backward()
+    with pytest.raises(PrivateTrainingError, match=rf"gave {len(x)} samples.*on {2 * len(x)} rows|holds? 4"):
+        run.model(torch.cat([x, x]))
+
+
+def test_backward_through_a_kept_graph_is_refused(batch: Batch) -> None:
+    run, x, y = batch
+    loss = run.criterion(run.model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(PrivateTrainingError, match="has had its backward"):
+        loss.backward()
+
+
+def test_output_of_an_earlier_micro_batch_is_refused() -> None:
+    run = made(max_physical_batch_size=4)
+    kept: Tensor | None = None
+    for x, y in run.loader:
+        loss = run.criterion(run.model(x), y)
+        if kept is not None:
+            with pytest.raises(PrivateTrainingError, match="not the model's last one"):
+                (loss + kept).backward()
+            break
+        kept = loss
+
+
+def test_other_numbers_of_rows_are_refused(batch: Batch) -> None:
+    run, x, _ = batch
+    with pytest.raises(PrivateTrainingError, match=rf"gave {len(x)} samples.*on {len(x) - 1} rows.*as it comes"):
+        run.model(x[1:])
+    with pytest.raises(PrivateTrainingError, match=r"on 9 samples.*hold 4.*raise max_physical_batch_size"):
+        run.model(torch.randn(9, FEATURES))
+
+
+def test_input_that_requires_a_gradient_is_refused(batch: Batch) -> None:
+    run, x, _ = batch
+    with pytest.raises(PrivateTrainingError, match=r"requires a gradient.*detach it"):
+        run.model(x.requires_grad_())
+
+
+def test_gradient_around_the_program_does_not_reach_a_step() -> None:
+    run = made(noise_multiplier=0.0)
+    x, y = next(iter(run.loader))
+    loss = run.criterion(run.model(x), y) + run.model.fc.weight.square().sum()
+    loss.backward()
+    with pytest.raises(PrivateTrainingError, match=r"'fc\.weight' has a gradient that did not come through.*Fix"):
+        run.optimizer.step()
+
+
+def test_second_step_does_not_take_the_sum_again() -> None:
+    run = made(noise_multiplier=0.0)
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    before = models.state(run.model)
+    try:
+        run.optimizer.step()
+    except PrivateTrainingError:
+        assert len(run.engine.accountant.history) == 1
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+def test_training_in_eval_mode_is_refused() -> None:
+    run = made()
+    run.model.eval()
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(PrivateTrainingError, match="did not come through the private program"):
+        run.optimizer.step()
+
+
+def loose(n: int = 4) -> tuple[Any, Tensor, Tensor]:
+    run = made(max_physical_batch_size=8)
+    x, y = dataset(n).tensors
+    return run, x, y
+
+
+def test_batches_by_hand_are_not_added_up() -> None:
+    run, x, y = loose()
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(PrivateTrainingError, match=r"second backward before optimizer\.step.*Fix"):
+        run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    run.criterion(run.model(x), y).backward()  # a step is between them
+    run.optimizer.zero_grad()
+    run.criterion(run.model(x), y).backward()  # what was there is dropped
+    run.optimizer.step()
+    assert [(entry.q, entry.steps) for entry in run.engine.ledger.entries] == [(1.0, 2)]
+
+
+def test_a_sample_is_in_a_batch_by_hand_once() -> None:
+    run, x, y = loose(3)
+    run.model.sample_ids = torch.tensor([4, 9, 4])
+    with pytest.raises(PrivateTrainingError, match="names a sample twice"):
+        run.criterion(run.model(x), y).backward()
+
+
+def test_noise_that_is_added_by_hand_is_charged() -> None:
+    run, x, y = loose()
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.add_noise()
+    assert [(entry.q, entry.steps) for entry in run.engine.ledger.entries] == [(1.0, 1)]
+    run.optimizer.zero_grad()
+    run.optimizer.add_noise()  # another release, if only of noise
+    assert sum(entry.steps for entry in run.engine.ledger.entries) == 2
+
+
+def test_a_hook_of_the_users_does_not_take_the_place_of_the_account() -> None:
+    run, x, y = loose()
+    seen: list[Any] = []
+    run.optimizer.attach_step_hook(seen.append)
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    assert seen == [run.optimizer] and run.engine.ledger.entries[0].steps == 1
+
+
+@pytest.mark.parametrize("when", ["before make_private", "after it"])
+def test_an_old_gradient_of_a_frozen_parameter_is_not_stepped(when: str) -> None:
+    model = models.seeded(Net)
+    model.body.requires_grad_(False)
+    old = torch.full_like(model.body.weight, 100.0)
+    if when == "before make_private":
+        model.body.weight.grad = old
+    run = made(model)
+    if when == "after it":
+        model.body.weight.grad = old
+    before = model.body.weight.detach().clone()
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(PrivateTrainingError, match=r"'body\.weight'.*neither clipped nor noised"):
+        run.optimizer.step()
+    assert torch.equal(model.body.weight, before)
+    run.optimizer.zero_grad()
+    assert model.body.weight.grad is None
+
+
+def test_sums_without_noise_are_not_saved_with_anything() -> None:
+    run = made(noise_multiplier=0.0)
+    x, y = next(iter(run.loader))
+    run.criterion(run.model(x), y).backward()
+    held = [p.summed_grad.flatten()[:4].clone() for p in run.model.parameters()]
+    assert all(bool(value.any()) for value in held)
+    for thing in (run.model, run.model._original, list(run.model.parameters())):
+        file = io.BytesIO()
+        torch.save(thing, file)
+        assert not any(value.numpy().tobytes() in file.getvalue() for value in held)
+        file.seek(0)
+        back = torch.load(file, weights_only=False)
+        parameters = back if isinstance(back, list) else list(back.parameters())
+        assert all(getattr(p, "summed_grad", None) is None for p in parameters)
+    assert type(run.model.fc.weight.summed_grad * 1) is Tensor  # else it is a tensor like any
+
+
+CHANGES: dict[str, Any] = {
+    "weights": lambda run: run.model.load_state_dict(run.model.state_dict()),
+    "step": lambda run: setattr(run.model, "step", 77),
+    "policy": lambda run: run.model.set_policy("all"),
+    "mode": lambda run: run.model.norm.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_changes_between_the_micro_batches_of_a_batch(change: str) -> None:
+    """Which of them a sample is in depends on the others."""
+    run = made(n=24, batch=24, max_physical_batch_size=4)
+    batches = iter(run.loader)
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    CHANGES[change](run)
+    x, y = next(batches)
+    with pytest.raises(PrivateTrainingError, match="between two micro-batches"):
+        run.model(x)
+
+
+def test_evaluation_between_micro_batches_changes_nothing() -> None:
+    run, other = (made(n=24, batch=24, max_physical_batch_size=4) for _ in range(2))
+    train(run)
+    for x, y in other.loader:
+        other.optimizer.zero_grad()
+        other.criterion(other.model(x), y).backward()
+        other.model.eval()
+        other.model(x)
+        other.model.train()
+        other.optimizer.step()
+    assert all(map(torch.equal, run.model.parameters(), other.model.parameters()))
+
+
+def test_a_loader_of_an_earlier_make_private_is_refused() -> None:
+    first = made(n=24, batch=24)
+    second = made(engine=first.engine, n=24, batch=1, data=first.engine.dataset)
+    with pytest.raises(PrivateTrainingError, match="earlier make_private"):
+        next(iter(first.loader))
+    assert not first.engine.ledger.entries
+    train(second)
+
+
+def test_noise_is_for_the_bound_that_the_sum_was_clipped_to() -> None:
+    run = made(max_physical_batch_size=8, max_grad_norm=1.0)
+    x, y = dataset(4).tensors
+    run.model.sample_ids = torch.arange(4)
+    run.optimizer.max_grad_norm = 100.0
+    loss = run.criterion(run.model(x), y)
+    run.optimizer.max_grad_norm = 0.01
+    with pytest.raises(PrivateTrainingError, match="3 rows"):
+        run.model(x[:3])
+    with pytest.raises(PrivateTrainingError, match="not the model's last"):
+        loss.backward()  # it would be clipped to 100
+    run.optimizer.max_grad_norm = 0.5
+    loss = run.criterion(run.model(x), y)
+    run.optimizer.max_grad_norm = 2.0  # for the next batch
+    loss.backward()
+    assert run.engine.session.sensitivity == 0.5
