@@ -166,6 +166,6 @@ def test_names_and_sources() -> None:
     gm = traced(Tiny())
     assert [op_name(n) for n in gm.graph.nodes] == ["placeholder", "placeholder", "Linear", "relu", "mul", "output"]
     relu = next(n for n in gm.graph.nodes if n.target is torch.relu)
-    assert str(node_source(relu)).startswith("test_passes_infra.py:")
+    assert str(node_source(relu)).startswith("test_runner.py:")
     bare = fx.Graph().placeholder("x")
     assert node_source(bare) is None

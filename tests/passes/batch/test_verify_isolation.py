@@ -122,7 +122,7 @@ NOT_SEEN = {"place", "no rule", "fill one"}
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     function, words = REFUSED[name]
-    with pytest.raises(IsolationError, match=rf"node '\w+' \(test_isolation.py:\d+: .*aten.*{words}") as error:
+    with pytest.raises(IsolationError, match=rf"node '\w+' \(test_verify_isolation.py:\d+: .*aten.*{words}") as error:
         proved(Of(function), batch())
     assert "Fix: " in str(error.value)
     assert name in NOT_SEEN or mixes(Of(function), batch()), "the refusal must not be vacuous"

@@ -353,7 +353,7 @@ def test_an_alias_that_is_read_later_is_refused(function: Any, line: str) -> Non
     with pytest.raises(InplaceAliasError) as info:
         after(traced(Code(function)), functionalize)
     message = str(info.value)
-    assert line in message and "test_passes_rewrite.py:" in message and "clone()" in message
+    assert line in message and "test_canonicalize.py:" in message and "clone()" in message
 
 
 def _chunks(self: nn.Module, x: Tensor) -> Tensor:
