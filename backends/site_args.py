@@ -3,7 +3,7 @@
     site_args(node).policy                        of a node, whether it holds the argument by position or by name
     named_args(operator, inputs).weight           of the flat tuple that autograd sees
     in_order(operator, x=…, bits=…)               the flat tuple of a call
-    @by_name(operator)                            an implementation that gets its arguments as keywords
+    @by_name(operator)                            an implementation that gets its arguments by name
 
 A schema is read once per operator. What it gains, loses or moves, readers do not notice.
 """
@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -103,9 +104,10 @@ def grads_in_order(target: Any, **grads: Any) -> tuple[Any, ...]:
 
 
 def by_name(signature: Signature) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function be called as an operator of this signature calls it, and get all arguments as keywords.
+    """Let a function be called as an operator of this signature calls it, and get the arguments by name.
 
-    The function names those that it needs and takes the others as `**rest`.
+    The function's parameters are names of arguments, in any order. A last one named `rest` gets a mapping of all the
+    others. Positions are worked out once, here: operators are called a hundred times a step.
     """
     names, count, empty = signature.names, len(signature.names), inspect.Parameter.empty
     parameters = [
@@ -114,16 +116,36 @@ def by_name(signature: Signature) -> Callable[[Callable[..., Any]], Callable[...
     ]
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        taken = list(inspect.signature(function).parameters)
+        with_rest = taken[-1:] == ["rest"]
+        for name in taken[:-1] if with_rest else taken:
+            if name not in names:
+                raise _unknown(signature.operator, name, names)
+        others = [name for name in names if name not in taken]
+        if others and not with_rest:
+            raise OperatorArgumentError(f"{signature.operator}: {function.__name__} leaves out {listing(others)}")
+        own_values = _picked([names.index(name) for name in taken if name in names])
+        other_values = _picked([names.index(name) for name in others])
+
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != count:
-                return function(**signature.bind(args, kwargs))
-            return function(**dict(zip(names, args, strict=True)))
+                args = tuple(signature.bind(args, kwargs).values())
+            if with_rest:
+                return function(*own_values(args), dict(zip(others, other_values(args), strict=True)))
+            return function(*own_values(args))
 
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return call
 
     return wrap
+
+
+def _picked(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """The values at these places of a tuple, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda args: tuple(args[place] for place in places)
 
 
 def _unknown(operator: str, name: str, names: Sequence[str] | Mapping[str, Any]) -> OperatorArgumentError:

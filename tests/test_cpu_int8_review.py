@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
-from dpquant_compile.backends.cpu_int8.plans import FORMATS, Sizes, sizes_of, table_of
+from dpquant_compile.backends.cpu_int8.sized_call import FORMATS, Sizes, sizes_of, table_of
 from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.registry import Operand, Shapes, Streams
 from dpquant_compile.numerics.random_bits import site_keys

@@ -41,7 +41,7 @@ _LIBRARY = torch.library.Library("dpquant", "FRAGMENT")
 
 
 def define_operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an operator whose implementation gets its arguments as keywords, see `by_name`.
+    """Define an operator whose implementation gets its arguments by name, see `by_name`.
 
     Not by `custom_op`: these run a hundred times a step, and its wrappers cost as much again.
     """
@@ -134,7 +134,7 @@ class _Call:
 
 
 @define_operator("packed_weight", f"(Tensor weight, {TABLE}, {STATIC}) -> Tensor")
-def packed_weight(weight: Tensor, **rest: Any) -> Tensor:
+def packed_weight(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """`pack_weight` for a weight that forward computes of parameters, and so cannot be packed before it."""
     this = _Call(rest, weight.device)
     if this.low is None:
@@ -143,7 +143,7 @@ def packed_weight(weight: Tensor, **rest: Any) -> Tensor:
 
 
 @define_operator("round_operand", f"(Tensor x, {TABLE}, str role, {STATIC}) -> (Tensor, Tensor)")
-def round_operand(x: Tensor, role: str, **rest: Any) -> tuple[Tensor, Tensor]:
+def round_operand(x: Tensor, role: str, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """An input or an output gradient as the kernel of the recipe keeps it; `role` says which."""
     this = _Call(rest, x.device)
     axis = this.spec.axis if role == "input" else this.spec.output_axis
@@ -157,7 +157,9 @@ def round_operand(x: Tensor, role: str, **rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @define_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {TABLE}, {STATIC}) -> Tensor")
-def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, **rest: Any) -> Tensor:
+def private_site(
+    x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, rest: Mapping[str, Any]
+) -> Tensor:
     """`dpquant::site` with operands that are rounded already."""
     this = _Call(rest, x.device)
     shapes = this.shapes(x.shape, weight)
@@ -174,7 +176,13 @@ def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, 
     "private_grad_input", f"({_GRAD}, Tensor weight, Tensor? packed, {TABLE}, int[] size, {STATIC}) -> Tensor"
 )
 def private_grad_input(
-    grad: Tensor, grad_codes: Any, grad_unit: Any, weight: Tensor, packed: Any, size: Sequence[int], **rest: Any
+    grad: Tensor,
+    grad_codes: Any,
+    grad_unit: Any,
+    weight: Tensor,
+    packed: Any,
+    size: Sequence[int],
+    rest: Mapping[str, Any],
 ) -> Tensor:
     """The gradient of a site's input, whose shape is `size`."""
     this = _Call(rest, grad.device)
@@ -192,7 +200,7 @@ def private_grad_input(
 
 
 @define_operator("sample_norms", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, str method, {STATIC}) -> Tensor")
-def sample_norms(x: Tensor, weight: Tensor, method: str, **rest: Any) -> Tensor:
+def sample_norms(x: Tensor, weight: Tensor, method: str, rest: Mapping[str, Any]) -> Tensor:
     """‖Gᵢ‖² [B] of the weight's per-sample gradients, never less than what the weighted sum takes of a sample."""
     this = _Call(rest, x.device)
     with plain_dtypes(x):
@@ -203,7 +211,7 @@ def sample_norms(x: Tensor, weight: Tensor, method: str, **rest: Any) -> Tensor:
 
 
 @define_operator("sample_grads", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, {STATIC}) -> Tensor")
-def sample_grads(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+def sample_grads(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """Gᵢ by tap, [B, N, taps · C]: for weights so small, or used so, that they are better kept."""
     this = _Call(rest, x.device)
     with plain_dtypes(x):
@@ -213,7 +221,7 @@ def sample_grads(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
 
 
 @define_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {TABLE}, {STATIC}) -> Tensor")
-def weighted_grad(x: Tensor, weight: Tensor, factors: Tensor, **rest: Any) -> Tensor:
+def weighted_grad(x: Tensor, weight: Tensor, factors: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """Σᵢ factorᵢ Gᵢ, leaving samples out whose factor is NaN."""
     this = _Call(rest, x.device)
     with plain_dtypes(x):
@@ -224,7 +232,7 @@ def weighted_grad(x: Tensor, weight: Tensor, factors: Tensor, **rest: Any) -> Te
 
 
 @define_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, {STATIC}) -> (Tensor, Tensor)")
-def sample_factors(x: Tensor, weight: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+def sample_factors(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """D [B, T, N] and U [B, T, K] with Gᵢ = Dᵢᵀ Uᵢ, for a weight that is used at several places."""
     this = _Call(rest, x.device)
     with plain_dtypes(x):
@@ -238,12 +246,12 @@ def sample_factors(x: Tensor, weight: Tensor, **rest: Any) -> tuple[Tensor, Tens
 
 
 @define_fake("packed_weight")
-def _fake_packed(weight: Tensor, **rest: Any) -> Tensor:
+def _fake_packed(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return empty_packed(weight, call_of(rest))
 
 
 @define_fake("round_operand")
-def _fake_operand(x: Tensor, role: str, **rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_operand(x: Tensor, role: str, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     spec = call_of(rest)
     axis = spec.axis if role == "input" else spec.output_axis
     kernel = choose_kernel(spec, x.device).kernel.arithmetic
@@ -252,35 +260,35 @@ def _fake_operand(x: Tensor, role: str, **rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @define_fake("private_site")
-def _fake_site(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+def _fake_site(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     spec = call_of(rest)
     shape = output_shape(tuple(x.shape), tuple(weight.shape), spec.geometry)
     return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=channels_last(spec.op))
 
 
 @define_fake("private_grad_input")
-def _fake_grad_input(grad: Tensor, weight: Tensor, size: Sequence[int], op: str, **rest: Any) -> Tensor:
+def _fake_grad_input(grad: Tensor, weight: Tensor, size: Sequence[int], op: str, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(size, dtype=weight.dtype, device=grad.device, memory_format=channels_last(op))
 
 
 @define_fake("sample_norms")
-def _fake_norms(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+def _fake_norms(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(_batch(x, call_of(rest)), dtype=wide_dtype(weight), device=x.device)
 
 
 @define_fake("sample_grads")
-def _fake_grads(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+def _fake_grads(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     shape = (_batch(x, call_of(rest)), weight.shape[0], weight.numel() // weight.shape[0])
     return torch.empty(shape, dtype=wide_dtype(weight), device=x.device)
 
 
 @define_fake("weighted_grad")
-def _fake_weighted(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+def _fake_weighted(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(weight.shape, dtype=wide_dtype(weight), device=x.device)
 
 
 @define_fake("sample_factors")
-def _fake_factors(x: Tensor, grad: Tensor, weight: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_factors(x: Tensor, grad: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     batch = _batch(x, call_of(rest))
     count = grad.numel() // (batch * weight.shape[0])
     widths = (weight.shape[0], weight.numel() // weight.shape[0])

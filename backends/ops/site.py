@@ -11,6 +11,7 @@ activations of less precision, and it takes them.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ TABLE = "Tensor policy, Tensor keys, Tensor samples"
 STATIC = "str op, int site, int call, int[] geometry, int[] axes, str recipe"
 _TABLE_NAMES = Signature.parse("table", f"({TABLE}) -> ()").names
 _STATIC_NAMES = Signature.parse("static", f"({STATIC}) -> ()").names
+_static_values = itemgetter(*_STATIC_NAMES)
 
 
 def axis_list(*axes: BatchAxis) -> list[int]:
@@ -95,8 +97,7 @@ def site_arguments(table: Sequence[Tensor], call: SiteCall) -> dict[str, Any]:
 
 def static_key(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """What is fixed about a call, among the arguments of an operator, as a key that can be hashed."""
-    fixed = [arguments[name] for name in _STATIC_NAMES]
-    return tuple([tuple(value) if isinstance(value, list) else value for value in fixed])
+    return tuple([tuple(value) if isinstance(value, list) else value for value in _static_values(arguments)])
 
 
 @lru_cache(maxsize=4096)
@@ -202,7 +203,7 @@ def bias_grad(grad: Tensor, call: SiteCall) -> Tensor:
 
 
 def site_operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Define a custom operator whose implementation gets its arguments as keywords, see `by_name`."""
+    """Define a custom operator whose implementation gets its arguments by name, see `by_name`."""
 
     def register(function: Callable[..., Any]) -> Any:
         run = by_name(Signature.parse(f"dpquant::{name}", schema))(function)
@@ -218,7 +219,13 @@ def site_fake(operator: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @site_operator("site", f"(Tensor x, Tensor weight, Tensor? bias, {TABLE}, {STATIC}) -> Tensor")
 def site_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, policy: Tensor, keys: Tensor, samples: Tensor, **static: Any
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    policy: Tensor,
+    keys: Tensor,
+    samples: Tensor,
+    rest: Mapping[str, Any],
 ) -> Tensor:
     """A conv or a linear in the precision that `policy[site]` asks for.
 
@@ -227,17 +234,17 @@ def site_forward(
     geometry   stride, padding, dilation and groups of a conv in a row; empty for a linear
     axes       the batch axes of x and of the output, see `axis_list`
     """
-    call = call_of(static)
+    call = call_of(rest)
     streams = streams_of(keys, samples, x, call.axis)
     return _forward(x, weight, bias, call, streams, _arithmetic(policy, call, x.device))
 
 
 @site_operator("site_grad_input", f"(Tensor grad, Tensor x, Tensor weight, {TABLE}, {STATIC}) -> Tensor")
 def site_grad_input(
-    grad: Tensor, x: Tensor, weight: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, **static: Any
+    grad: Tensor, x: Tensor, weight: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """The gradient of a site's input."""
-    call = call_of(static)
+    call = call_of(rest)
     streams = streams_of(keys, samples, x, call.axis)
     return _grad_input(grad, x, weight, call, streams, _arithmetic(policy, call, x.device))
 
@@ -255,16 +262,16 @@ def site_grad_params(
     samples: Tensor,
     need_weight: bool,
     need_bias: bool,
-    **static: Any,
+    rest: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of a site's weight and bias, each an empty tensor where it is not needed."""
-    call = call_of(static)
+    call = call_of(rest)
     streams, mask = streams_of(keys, samples, x, call.axis), (need_weight, need_bias)
     return _grad_params(grad, x, weight, mask, call, streams, _arithmetic(policy, call, x.device))
 
 
 @site_fake(site_forward)
-def _fake_forward(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
+def _fake_forward(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     call = call_of(rest)
     # Not torch's own shape function: its choice of algorithm puts guards on the batch size.
     shape = output_shape(x.shape, weight.shape, call.geometry)
@@ -272,12 +279,14 @@ def _fake_forward(x: Tensor, weight: Tensor, **rest: Any) -> Tensor:
 
 
 @site_fake(site_grad_input)
-def _fake_grad_input(x: Tensor, op: str, **rest: Any) -> Tensor:
+def _fake_grad_input(x: Tensor, op: str, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty_like(x, memory_format=layout_of(op, x))
 
 
 @site_fake(site_grad_params)
-def _fake_grad_params(weight: Tensor, need_weight: bool, need_bias: bool, **rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_grad_params(
+    weight: Tensor, need_weight: bool, need_bias: bool, rest: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
     return (
         weight.new_empty(weight.shape if need_weight else (0,)),
         weight.new_empty((weight.shape[0],) if need_bias else (0,)),

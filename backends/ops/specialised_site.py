@@ -3,7 +3,7 @@
 The bits are those of `dpquant::site` with the switch on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,16 @@ def _fake_round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> 
 @site_operator(
     "sample_grad_sum", f"(Tensor grad, Tensor x, Tensor weight, Tensor keys, Tensor samples, {STATIC}) -> Tensor"
 )
-def sample_grad_sum(grad: Tensor, x: Tensor, weight: Tensor, keys: Tensor, samples: Tensor, **static: Any) -> Tensor:
+def sample_grad_sum(
+    grad: Tensor, x: Tensor, weight: Tensor, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
+) -> Tensor:
     """Σᵢ Q(dwᵢ) of rounded operands. One operator, since a loop over samples must stay out of a traced program."""
-    spec = call_of(static)
+    spec = call_of(rest)
     return REFERENCE_SITE.summed_sample_grads(grad, x, weight, spec, streams_of(keys, samples, x, spec.axis))
 
 
 @site_fake(sample_grad_sum)
-def _fake_sample_grad_sum(weight: Tensor, **rest: Any) -> Tensor:
+def _fake_sample_grad_sum(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
@@ -163,11 +165,11 @@ class _LowPrecisionSite(torch.autograd.Function):
     )
 )
 def low_precision_site(
-    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor, samples: Tensor, **static: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
     apply: Any = _LowPrecisionSite.apply
     x = x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
-    result = apply(x, weight, bias, keys, samples, call_of(static))
+    result = apply(x, weight, bias, keys, samples, call_of(rest))
     assert isinstance(result, Tensor)
     return result
