@@ -49,7 +49,6 @@ __all__ = [
 # A field of a call is a word here, a parameter of `site_call` and an entry of `static_arguments`; all else follows.
 TABLE = "Tensor policy, Tensor keys, Tensor samples"
 STATIC = "str op, int site, int call, int[] geometry, int[] axes, str recipe"
-_TABLE_NAMES = Signature.parse("table", f"({TABLE}) -> ()").names
 _STATIC_NAMES = Signature.parse("static", f"({STATIC}) -> ()").names
 _static_values = itemgetter(*_STATIC_NAMES)
 
@@ -92,7 +91,8 @@ def static_arguments(call: SiteCall) -> dict[str, Any]:
 
 def site_arguments(table: Sequence[Tensor], call: SiteCall) -> dict[str, Any]:
     """`table` (policy, keys and sample ids) and `call` as arguments of an operator."""
-    return {**dict(zip(_TABLE_NAMES, table, strict=True)), **static_arguments(call)}
+    policy, keys, samples = table
+    return {"policy": policy, "keys": keys, "samples": samples, **static_arguments(call)}
 
 
 def static_key(arguments: Mapping[str, Any]) -> tuple[Any, ...]:

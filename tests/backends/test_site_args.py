@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,33 +119,90 @@ def test_a_call_goes_through_an_operator_and_comes_back() -> None:
     assert CALL.recipe.outputs == "all"
 
 
-# One private step and one plain step of a small model, by the operators of sites; prints what they computed.
-STEP = """
-import hashlib, sys, torch
+# Gradients of plain steps and parameters after private ones, of a model whose sites are low, full and both.
+STEPS = """
+import hashlib
+import torch
+from torch import fx, nn
 import dpquant_compile as dpq
-from dpquant_compile.backends.ops.site import STATIC
-from dpquant_compile.backends.site_args import site_args
-from torch import nn
+from dpquant_compile.backends.site_args import in_order, site_args
+from dpquant_compile.passes.private.free_saved_inputs import sites_reading
 
-torch.manual_seed(0)
 def net():
     torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.ReLU(), nn.Flatten(),
-                         nn.Linear(64, 3))
+    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    return nn.Sequential(*layers)
 
 def digest(tensors):
     return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
+torch.manual_seed(0)
 x, y = torch.randn(8, 1, 8, 8), torch.randint(0, 3, (8,))
 for outputs in ("none", "all"):
     model = dpq.compile(net(), budget=2, seed=0, quantize_outputs=outputs, inner="eager")
-    model.set_policy(list(model.sites.names)[:2]) if hasattr(model, "set_policy") else None
+    model.set_policy(["0", "5"])
     nn.functional.cross_entropy(model(x), y).backward()
-    print(outputs, digest([p.grad for p in model.parameters()]))
-variant = model.variant("all")
-rows = [site_args(n).site for n in variant.graph.nodes if "low_precision_site" in str(n.target)]
-print("rows", rows)
+    print(outputs, "plain", digest([p.grad for p in model.parameters()]))
+
+    model = dpq.compile(net(), budget=2, seed=0, quantize_outputs=outputs, inner="eager")
+    data = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(x, y), 4, generator=torch.Generator().manual_seed(0), shuffle=True)
+    model, optimizer, criterion, loader = dpq.PrivacyEngine(accountant="rdp").make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
+        data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0, noise_generator=torch.Generator().manual_seed(0))
+    model.set_policy(["0", "5"])
+    for a, b in loader:
+        optimizer.zero_grad()
+        criterion(model(a), b).backward()
+        optimizer.step()
+    print(outputs, "private", digest(model.parameters()))
+
+low = [node for node in model.variant("all").graph.nodes if "low_precision_site" in str(node.target)]
+print("rows", [site_args(node).site for node in low])
+ops, graph = torch.ops.dpquant, fx.Graph()
+node = graph.placeholder("node")
+others = dict.fromkeys(("bits", "grad", "policy"), graph.placeholder("other"))
+mask = graph.call_function(ops.relu_grad.default, in_order(ops.relu_grad.default, x=node, sites=[1, 2], **others))
+print("sites", sites_reading(mask, node), sites_reading(mask, others["policy"]))
 """
+
+# What is edited to add a field in the middle and one at the end of every operator of a site, and to turn others around.
+EDITS = {
+    "backends/ops/site.py": (
+        (
+            '"str op, int site, int call, int[] geometry, int[] axes, str recipe"',
+            '"str recipe, int[] axes, int middle, str op, int call, int site, int[] geometry, int end=9"',
+        ),
+        ("geometry: Sequence[int] = ()\n", "geometry: Sequence[int] = (), middle: int = 5, end: int = 9\n"),
+        ('        "op": call.op,\n', '        "op": call.op,\n        "middle": 5,\n'),
+    ),
+    "backends/ops/relu_bits.py": (
+        (
+            "(Tensor x, Tensor bits, Tensor grad, Tensor policy, int[] sites)",
+            "(int[] sites, Tensor policy, Tensor grad, Tensor bits, Tensor x)",
+        ),
+    ),
+}
+
+
+def test_with_more_fields_in_another_order_every_step_has_the_same_bits(tmp_path: Path) -> None:
+    for folder in ("backends", "passes"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    skip = shutil.ignore_patterns("__pycache__", "backends", "passes")
+    shutil.copytree(ROOT / "dpquant_compile", tmp_path / "dpquant_compile", ignore=skip)
+    for folder in ("backends", "passes"):
+        (tmp_path / "dpquant_compile" / folder).symlink_to(f"../{folder}")
+    for name, changes in EDITS.items():
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        for before, after in changes:
+            assert text.count(before) == 1, before
+            text = text.replace(before, after)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    check = "import dpquant_compile; print(dpquant_compile.__file__)"
+    assert run(tmp_path, check).startswith(str(tmp_path))
+    found = run(tmp_path, STEPS)
+    assert found == run(ROOT, STEPS)
+    assert "rows [0, 1, 2]" in found and "sites (1, 2) ()" in found
 
 
 def run(tree: Path, script: str) -> str:
