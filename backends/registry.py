@@ -28,7 +28,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SiteCall:
-    """All that is fixed about one call of a site: what a kernel is chosen by, and told."""
+    """All that is fixed about one call of a site: what a kernel is chosen by, and told.
+
+    site   the row of the site in the link table; -1 for a layer that is no site and stays in full precision
+    call   counts the calls of a layer that is used more than once
+
+    Operators take it as plain arguments: `site_call` and `static_arguments` of `backends/ops/site.py`.
+    """
 
     op: str
     recipe: Recipe
@@ -37,6 +43,11 @@ class SiteCall:
     geometry: ConvGeometry | None
     site: int
     call: int
+
+    @property
+    def groups(self) -> int:
+        """Groups of a conv; 1 for a linear."""
+        return 1 if self.geometry is None else self.geometry.groups
 
 
 @dataclass(frozen=True)

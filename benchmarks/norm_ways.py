@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
-from dpquant_compile.backends.cpu_int8.plans import sizes_of
+from dpquant_compile.backends.cpu_int8.sized_call import sizes_of
 from dpquant_compile.backends.ops.site import output_shape
 from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE

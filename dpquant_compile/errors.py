@@ -24,6 +24,7 @@ __all__ = [
     "LedgerError",
     "NonFiniteError",
     "NotCapturedError",
+    "OperatorArgumentError",
     "PerSampleGradientError",
     "PrivacyBudgetError",
     "PrivacySpecError",
@@ -98,6 +99,10 @@ class RegistryError(DPQuantError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class OperatorArgumentError(DPQuantError, AttributeError):
+    """An argument of an operator is asked for, or given, under a name that its schema does not have."""
 
 
 class IsolationError(DPQuantError, RuntimeError):

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dpquant_compile.backends.ops.site import axis_list, geometry_list, site_call
-from dpquant_compile.backends.registry import Choice, choose_kernel
+from dpquant_compile.backends.registry import Choice, SiteCall, choose_kernel
 from dpquant_compile.backends.triton_fp4 import gpu_kernel_for
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import BatchAxis, Site, SiteTable
@@ -63,8 +62,7 @@ def _table(head: tuple[str, ...], body: Sequence[tuple[str, ...]]) -> Iterator[s
 
 def kernel_of(site: Site, spec: CompileSpec, device: torch.device) -> Choice:
     """The kernel that runs `site` in low precision."""
-    axes = axis_list(BatchAxis(0), BatchAxis(0))
-    call = site_call(site.op, site.index, 0, str(spec.recipe), axes, geometry_list(site.geometry))
+    call = SiteCall(site.op, spec.recipe, BatchAxis(0), BatchAxis(0), site.geometry, site.index, 0)
     return choose_kernel(call, device)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from dpquant_compile.backends.site_args import site_args
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.batch.track_batch import track_batch
 from dpquant_compile.passes.canonical.canonicalize import canonicalize
@@ -80,7 +81,7 @@ def _check_switches(gm: fx.GraphModule, *, rows: dict[str, int]) -> None:
         site = node.meta.get("site")
         if site is not None and site.name in rows and node not in switches:
             raise GraphInvariantError(f"site {site.name!r} (node {node.name!r}) was left without a switch")
-    switched = {node.kwargs["site"] for node in switches}
+    switched = {site_args(node).site for node in switches}
     for name, row in rows.items():
         if row not in switched:
             raise GraphInvariantError(f"site {name!r} was lost: the graph has no switch for it")

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from dpquant_compile.backends.compiled import quantize_compiled
 from dpquant_compile.backends.cpu_int8 import build
-from dpquant_compile.backends.cpu_int8.plans import FORMATS, Plan, Product, Sizes, empty_samples, layout_of, plan_of
+from dpquant_compile.backends.cpu_int8.sized_call import (
+    FORMATS,
+    Product,
+    SizedCall,
+    Sizes,
+    empty_samples,
+    layout_of,
+    sized_call,
+)
 from dpquant_compile.backends.cpu_int8.weights import packing
 from dpquant_compile.backends.ops.site import output_shape
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE
@@ -122,10 +130,10 @@ class Int8Site:
     ) -> Tensor:
         if x.codes.dtype != torch.uint8:
             return self._emulated.product(x, packed, bias, shapes, call, streams)
-        plan = plan_of(shapes, call)
+        sized = sized_call(shapes, call)
         out = empty_samples(shapes.y, call.output_axis, call.geometry is not None)
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
-        self._product(plan.forward, self._read(x.codes, plan), packed, x.unit, bias, out)
+        self._product(sized.forward, self._read(x.codes, sized), packed, x.unit, bias, out)
         return out if call.geometry is not None else from_samples(out, call.output_axis, shapes.y)
 
     def product_grad_input(
@@ -134,7 +142,7 @@ class Int8Site:
         if grad.codes.dtype != torch.uint8:
             return self._emulated.product_grad_input(grad, packed, shapes, call, streams)
         out = empty_samples(shapes.x, call.axis, call.geometry is not None)
-        self._product(plan_of(shapes, call).backward, grad.codes, packed, grad.unit, None, out)
+        self._product(sized_call(shapes, call).backward, grad.codes, packed, grad.unit, None, out)
         return out if call.geometry is not None else from_samples(out, call.axis, shapes.x)
 
     def sample_norms(
@@ -142,29 +150,29 @@ class Int8Site:
     ) -> Tensor:
         if x.codes.dtype != torch.uint8:
             return self._emulated.sample_norms(x, grad, shapes, method, call, streams)
-        plan, load = plan_of(shapes, call), build.load()
-        if plan.sizes.pixels > _LONGEST:
+        sized, load = sized_call(shapes, call), build.load()
+        if sized.sizes.pixels > _LONGEST:
             return self._dense.sample_norms(*self._values(x, grad, shapes, call), shapes, method, call, streams)
         norms = torch.empty(shapes.batch, dtype=torch.float64)
-        if norm_method(plan.sizes) == "gram":
-            load("norms_gram", plan.problem, x.codes, grad.codes, plan.table.source, norms)
+        if norm_method(sized.sizes) == "gram":
+            load("norms_gram", sized.problem, x.codes, grad.codes, sized.table.source, norms)
         else:
-            codes = self._read(x.codes, plan)
-            load("norms_direct", plan.read_problem, codes, grad.codes, plan.read_table.source, norms)
-        short = int(plan.sizes.pixels <= _SHORT)
-        load("scale_norms", plan.problem, x.codes, grad.codes, short, x.unit, grad.unit, norms)
+            codes = self._read(x.codes, sized)
+            load("norms_direct", sized.read_problem, codes, grad.codes, sized.read_table.source, norms)
+        short = int(sized.sizes.pixels <= _SHORT)
+        load("scale_norms", sized.problem, x.codes, grad.codes, short, x.unit, grad.unit, norms)
         return norms
 
     def sample_grads(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall, streams: Streams) -> Tensor:
         if x.codes.dtype != torch.uint8:
             return self._emulated.sample_grads(x, grad, shapes, call, streams)
-        plan = plan_of(shapes, call)
-        if plan.sizes.pixels > _LONGEST:
+        sized = sized_call(shapes, call)
+        if sized.sizes.pixels > _LONGEST:
             return self._dense.sample_grads(*self._values(x, grad, shapes, call), shapes, call, streams)
-        sizes = (shapes.batch, plan.sizes.features, math.prod(shapes.weight[1:]))
+        sizes = (shapes.batch, sized.sizes.features, math.prod(shapes.weight[1:]))
         out = torch.empty(sizes, dtype=torch.float32)
-        codes, table = self._read(x.codes, plan), plan.read_table
-        build.load()("sample_grads", plan.read_problem, codes, grad.codes, table.source, x.unit, grad.unit, out)
+        codes, table = self._read(x.codes, sized), sized.read_table
+        build.load()("sample_grads", sized.read_problem, codes, grad.codes, table.source, x.unit, grad.unit, out)
         return out
 
     def weighted_grad(
@@ -172,16 +180,16 @@ class Int8Site:
     ) -> Tensor:
         if x.codes.dtype != torch.uint8:
             return self._emulated.weighted_grad(x, grad, factors, shapes, call, streams)
-        plan = plan_of(shapes, call)
-        if plan.sizes.pixels > _LONGEST:
+        sized = sized_call(shapes, call)
+        if sized.sizes.pixels > _LONGEST:
             values = self._values(x, grad, shapes, call)
             return self._dense.weighted_grad(*values, factors, shapes, call, streams)
         scales = factors.to(torch.float32).contiguous(), x.unit, grad.unit
-        if plan.sizes.pixels <= _SHORT:
-            return self._weighted_by_tap(x.codes, grad.codes, scales, plan)
-        out, codes = torch.empty(shapes.weight, dtype=torch.float32), self._read(x.codes, plan)
-        build.load()("weighted", plan.read_problem, codes, grad.codes, plan.read_table.source, *scales, out)
-        return as_weight(out.flatten(1), shapes.weight) if plan.packing.unfolds else out
+        if sized.sizes.pixels <= _SHORT:
+            return self._weighted_by_tap(x.codes, grad.codes, scales, sized)
+        out, codes = torch.empty(shapes.weight, dtype=torch.float32), self._read(x.codes, sized)
+        build.load()("weighted", sized.read_problem, codes, grad.codes, sized.read_table.source, *scales, out)
+        return as_weight(out.flatten(1), shapes.weight) if sized.packing.unfolds else out
 
     def sample_factors(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Tensor, Tensor]:
         if x.codes.dtype == torch.uint8:
@@ -202,26 +210,26 @@ class Int8Site:
         table = product.table
         build.load()("products", product.struct, codes, table.source, table.order, packed, unit, bias, out.data_ptr())
 
-    def _read(self, codes: Tensor, plan: Plan) -> Tensor:
-        """Input codes as the plan's `read` sizes say."""
-        if not plan.packing.unfolds:
+    def _read(self, codes: Tensor, sized: SizedCall) -> Tensor:
+        """Input codes as the sizes `read` say."""
+        if not sized.packing.unfolds:
             return codes
-        load, sizes = build.load(), plan.sizes
-        rows = torch.empty(sizes.batch * sizes.pixels * plan.read.channels + load.slack, dtype=torch.uint8)
-        counts = sizes.batch, sizes.in_pixels, sizes.channels, sizes.pixels, sizes.taps, plan.codes.zero
-        load("unfold", codes, plan.table.source, *counts, rows)
+        load, sizes = build.load(), sized.sizes
+        rows = torch.empty(sizes.batch * sizes.pixels * sized.read.channels + load.slack, dtype=torch.uint8)
+        counts = sizes.batch, sizes.in_pixels, sizes.channels, sizes.pixels, sizes.taps, sized.codes.zero
+        load("unfold", codes, sized.table.source, *counts, rows)
         return rows
 
-    def _weighted_by_tap(self, x: Tensor, grad: Tensor, scales: tuple[Tensor, ...], plan: Plan) -> Tensor:
+    def _weighted_by_tap(self, x: Tensor, grad: Tensor, scales: tuple[Tensor, ...], sized: SizedCall) -> Tensor:
         """The weighted sum on tiny maps: for each tap, one float32 product over the samples and the pixels it meets."""
-        sizes, weight, load = plan.sizes, plan.shapes.weight, build.load()
-        rows = plan.tap_rows[-1][2] if plan.tap_rows else 0
+        sizes, weight, load = sized.sizes, sized.shapes.weight, build.load()
+        rows = sized.tap_rows[-1][2] if sized.tap_rows else 0
         left, right = build.scratch("left", rows, sizes.features), build.scratch("right", rows, sizes.channels)
-        load("tap_rows", plan.problem, x, grad, plan.table.source, *scales, left, right)
-        whole = sizes.taps == 1 and len(plan.tap_rows) == 1
-        shape = (len(plan.tap_rows), sizes.groups, sizes.features // sizes.groups, weight[1])
+        load("tap_rows", sized.problem, x, grad, sized.table.source, *scales, left, right)
+        whole = sizes.taps == 1 and len(sized.tap_rows) == 1
+        shape = (len(sized.tap_rows), sizes.groups, sizes.features // sizes.groups, weight[1])
         grads = torch.empty(shape, dtype=torch.float32) if whole else build.scratch("grads", *shape)
-        for place, (_, start, end) in enumerate(plan.tap_rows):
+        for place, (_, start, end) in enumerate(sized.tap_rows):
             if sizes.groups == 1:
                 torch.mm(left[start:end].t(), right[start:end], out=grads[place, 0])
             else:
@@ -231,13 +239,13 @@ class Int8Site:
         if whole:
             return grads.view(weight)
         out = torch.empty(weight, dtype=torch.float32)
-        load("taps_last", grads, plan.tap_places, sizes.features * weight[1], sizes.taps, out)
+        load("taps_last", grads, sized.tap_places, sizes.features * weight[1], sizes.taps, out)
         return out
 
     def _values(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Operand, Operand]:
         """The operands as the numbers that they stand for."""
-        plan = plan_of(shapes, call)
-        sizes, zero = plan.sizes, plan.codes.zero
+        sized = sized_call(shapes, call)
+        sizes, zero = sized.sizes, sized.codes.zero
         values = []
         for part, shape, axis, pixels, channels in (
             (x, shapes.x, call.axis, sizes.in_pixels, sizes.channels),

@@ -9,23 +9,31 @@ stays in full precision. Where a sample's factor is NaN, that sample is left out
 Convolutions give their results channels-last, so that nothing is laid out anew between two of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpquant_compile.backends.ops.site import output_shape, plain_dtypes, site_call, streams_of
+from dpquant_compile.backends.ops.site import (
+    STATIC,
+    TABLE,
+    call_of,
+    call_of_key,
+    output_shape,
+    plain_dtypes,
+    site_arguments,
+    static_key,
+    streams_of,
+)
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE, ClippedSite
 from dpquant_compile.backends.reference.per_sample import wide_dtype
 from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
 
 __all__ = ["channels_last", "define_fake", "define_operator", "empty_packed", "pack_weight"]
 
-# What all operators end on: the link table, then what is fixed about the call.
-_TABLE = "Tensor policy, Tensor keys, Tensor samples"
-_STATIC = "str op, int site, int call, int[] geometry, int[] axes, str recipe"
 _X = "Tensor x, Tensor? codes, Tensor? unit"
 _GRAD = "Tensor grad, Tensor? grad_codes, Tensor? grad_unit"
 
@@ -33,12 +41,16 @@ _LIBRARY = torch.library.Library("dpquant", "FRAGMENT")
 
 
 def define_operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Define an operator. Not by `custom_op`: these run a hundred times a step, and its wrappers cost as much again."""
+    """Define an operator whose implementation gets its arguments by name, see `by_name`.
+
+    Not by `custom_op`: these run a hundred times a step, and its wrappers cost as much again.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        run = by_name(Signature.parse(f"dpquant::{name}", schema))(function)
         for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, function, device)
+            _LIBRARY.impl(name, run, device)
         return function
 
     return register
@@ -48,7 +60,8 @@ def define_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Say what an operator's results look like, for tracing."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(f"dpquant::{name}", function, lib=_LIBRARY)
+        run = by_name(signature_of(getattr(torch.ops.dpquant, name).default))(function)
+        torch.library.register_fake(f"dpquant::{name}", run, lib=_LIBRARY)
         return function
 
     return register
@@ -88,21 +101,19 @@ class _Static:
 
 
 @lru_cache(maxsize=4096)
-def _decoded(
-    op: str, site: int, call: int, geometry: tuple[int, ...], axes: tuple[int, ...], recipe: str, device: torch.device
-) -> _Static:
-    return _Static(site_call(op, site, call, recipe, axes, geometry), device)
+def _decoded(key: tuple[Any, ...], device: torch.device) -> _Static:
+    return _Static(call_of_key(key), device)
 
 
 class _Call:
     """One call of an operator, decoded. `low` is what runs it in low precision; None in full precision."""
 
-    def __init__(self, table: Sequence[Tensor], static: Sequence[Any], device: torch.device) -> None:
-        policy, self.keys, self.samples = table
-        op, site, call, geometry, axes, recipe = static
-        self._static = _decoded(op, site, call, tuple(geometry), tuple(axes), recipe, device)
+    def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
+        self.keys, self.samples = arguments["keys"], arguments["samples"]
+        self._static = _decoded(static_key(arguments), device)
         self.spec, self.kernel, self.layout = self._static.spec, self._static.kernel, self._static.layout
-        self.low: Arithmetic | None = self.kernel if site >= 0 and policy[site].item() else None
+        low = self.spec.site >= 0 and arguments["policy"][self.spec.site].item()
+        self.low: Arithmetic | None = self.kernel if low else None
 
     def streams(self, x: Tensor) -> Streams:
         return streams_of(self.keys, self.samples, x, self.spec.axis)
@@ -110,31 +121,31 @@ class _Call:
     def shapes(self, x: Sequence[int], weight: Tensor) -> Shapes:
         return self._static.shapes(tuple(x), tuple(weight.shape))
 
-    def operand(self, value: Tensor, codes: Tensor | None, unit: Tensor | None) -> Operand:
+    def operands(self, x: Tensor, rest: Mapping[str, Any]) -> tuple[Operand, Operand]:
+        """Input and output gradient: as they are in full precision, else as the kernel keeps them."""
         if self.low is None:
-            return Operand(value, value)
-        assert codes is not None and unit is not None
-        return Operand(codes, unit)
+            return Operand(x, x), Operand(rest["grad"], rest["grad"])
+        assert all(rest[name] is not None for name in ("codes", "unit", "grad_codes", "grad_unit"))
+        return Operand(rest["codes"], rest["unit"]), Operand(rest["grad_codes"], rest["grad_unit"])
 
     @property
     def clipped(self) -> "Arithmetic | ClippedSite":
         return FULL_SITE if self.low is None else self.low
 
 
-@define_operator("packed_weight", f"(Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
-def packed_weight(weight: Tensor, *rest: Any) -> Tensor:
+@define_operator("packed_weight", f"(Tensor weight, {TABLE}, {STATIC}) -> Tensor")
+def packed_weight(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """`pack_weight` for a weight that forward computes of parameters, and so cannot be packed before it."""
-    this = _Call(rest[:3], rest[3:], weight.device)
+    this = _Call(rest, weight.device)
     if this.low is None:
         return empty_packed(weight, this.spec)
     return pack_weight(weight, this.keys, this.spec).clone(memory_format=torch.contiguous_format)
 
 
-@define_operator("round_operand", f"(Tensor x, {_TABLE}, str role, {_STATIC}) -> (Tensor, Tensor)")
-def round_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+@define_operator("round_operand", f"(Tensor x, {TABLE}, str role, {STATIC}) -> (Tensor, Tensor)")
+def round_operand(x: Tensor, role: str, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """An input or an output gradient as the kernel of the recipe keeps it; `role` says which."""
-    role, static = rest[3], rest[4:]
-    this = _Call(rest[:3], static, x.device)
+    this = _Call(rest, x.device)
     axis = this.spec.axis if role == "input" else this.spec.output_axis
     streams = streams_of(this.keys, this.samples, x, axis)
     if this.low is None:
@@ -145,10 +156,12 @@ def round_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return codes, unit
 
 
-@define_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {_TABLE}, {_STATIC}) -> Tensor")
-def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, *rest: Any) -> Tensor:
+@define_operator("private_site", f"({_X}, Tensor weight, Tensor? packed, Tensor? bias, {TABLE}, {STATIC}) -> Tensor")
+def private_site(
+    x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, bias: Any, rest: Mapping[str, Any]
+) -> Tensor:
     """`dpquant::site` with operands that are rounded already."""
-    this = _Call(rest[:3], rest[3:], x.device)
+    this = _Call(rest, x.device)
     shapes = this.shapes(x.shape, weight)
     with plain_dtypes(x):
         if this.low is None:
@@ -160,12 +173,20 @@ def private_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, 
 
 
 @define_operator(
-    "private_grad_input", f"({_GRAD}, Tensor weight, Tensor? packed, {_TABLE}, int[] size, {_STATIC}) -> Tensor"
+    "private_grad_input", f"({_GRAD}, Tensor weight, Tensor? packed, {TABLE}, int[] size, {STATIC}) -> Tensor"
 )
-def private_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, packed: Any, *rest: Any) -> Tensor:
+def private_grad_input(
+    grad: Tensor,
+    grad_codes: Any,
+    grad_unit: Any,
+    weight: Tensor,
+    packed: Any,
+    size: Sequence[int],
+    rest: Mapping[str, Any],
+) -> Tensor:
     """The gradient of a site's input, whose shape is `size`."""
-    this = _Call(rest[:3], rest[4:], grad.device)
-    shapes = this.shapes(rest[3], weight)
+    this = _Call(rest, grad.device)
+    shapes = this.shapes(size, weight)
     with plain_dtypes(grad):
         if this.low is None:
             # Of the input only shape and layout are asked for.
@@ -174,54 +195,48 @@ def private_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, pack
             dx = FULL_SITE.grad_input(laid, like, weight, shapes, this.spec)
         else:
             streams = streams_of(this.keys, this.samples, grad, this.spec.output_axis)
-            dx = this.low.product_grad_input(Operand(codes, unit), packed, shapes, this.spec, streams)
+            dx = this.low.product_grad_input(Operand(grad_codes, grad_unit), packed, shapes, this.spec, streams)
     return dx.to(weight.dtype).contiguous(memory_format=this.layout)
 
 
-@define_operator("sample_norms", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, str method, {_STATIC}) -> Tensor")
-def sample_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
+@define_operator("sample_norms", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, str method, {STATIC}) -> Tensor")
+def sample_norms(x: Tensor, weight: Tensor, method: str, rest: Mapping[str, Any]) -> Tensor:
     """‖Gᵢ‖² [B] of the weight's per-sample gradients, never less than what the weighted sum takes of a sample."""
-    weight, table, method, static = rest[0], rest[1:4], rest[4], rest[5:]
-    this = _Call(table, static, x.device)
+    this = _Call(rest, x.device)
     with plain_dtypes(x):
-        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        xs, grads = this.operands(x.to(weight.dtype), rest)
         shapes = this.shapes(x.shape, weight)
         norms = this.clipped.sample_norms(xs, grads, shapes, method, this.spec, this.streams(x))
     return norms.to(wide_dtype(weight))
 
 
-@define_operator("sample_grads", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> Tensor")
-def sample_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
+@define_operator("sample_grads", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, {STATIC}) -> Tensor")
+def sample_grads(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """Gᵢ by tap, [B, N, taps · C]: for weights so small, or used so, that they are better kept."""
-    weight, table, static = rest[0], rest[1:4], rest[4:]
-    this = _Call(table, static, x.device)
+    this = _Call(rest, x.device)
     with plain_dtypes(x):
-        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        xs, grads = this.operands(x.to(weight.dtype), rest)
         found = this.clipped.sample_grads(xs, grads, this.shapes(x.shape, weight), this.spec, this.streams(x))
     return found.to(wide_dtype(weight)).contiguous()
 
 
-@define_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {_TABLE}, {_STATIC}) -> Tensor")
-def weighted_grad(x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any) -> Tensor:
+@define_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {TABLE}, {STATIC}) -> Tensor")
+def weighted_grad(x: Tensor, weight: Tensor, factors: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """Σᵢ factorᵢ Gᵢ, leaving samples out whose factor is NaN."""
-    weight, factors, table, static = rest[0], rest[1], rest[2:5], rest[5:]
-    this = _Call(table, static, x.device)
+    this = _Call(rest, x.device)
     with plain_dtypes(x):
-        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        xs, grads = this.operands(x.to(weight.dtype), rest)
         shapes = this.shapes(x.shape, weight)
         total = this.clipped.weighted_grad(xs, grads, factors, shapes, this.spec, this.streams(x))
     return total.to(wide_dtype(weight)).contiguous()
 
 
-@define_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {_TABLE}, {_STATIC}) -> (Tensor, Tensor)")
-def sample_factors(
-    x: Tensor, codes: Any, unit: Any, grad: Tensor, g_codes: Any, g_unit: Any, *rest: Any
-) -> tuple[Tensor, Tensor]:
+@define_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, {STATIC}) -> (Tensor, Tensor)")
+def sample_factors(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """D [B, T, N] and U [B, T, K] with Gᵢ = Dᵢᵀ Uᵢ, for a weight that is used at several places."""
-    weight, table, static = rest[0], rest[1:4], rest[4:]
-    this = _Call(table, static, x.device)
+    this = _Call(rest, x.device)
     with plain_dtypes(x):
-        xs, grads = this.operand(x.to(weight.dtype), codes, unit), this.operand(grad, g_codes, g_unit)
+        xs, grads = this.operands(x.to(weight.dtype), rest)
         parts = this.clipped.sample_factors(xs, grads, this.shapes(x.shape, weight), this.spec)
     left, right = (part.to(wide_dtype(weight)).clone(memory_format=torch.contiguous_format) for part in parts)
     return left, right
@@ -231,81 +246,80 @@ def sample_factors(
 
 
 @define_fake("packed_weight")
-def _fake_packed(weight: Tensor, *rest: Any) -> Tensor:
-    return empty_packed(weight, _spec(rest))
+def _fake_packed(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
+    return empty_packed(weight, call_of(rest))
 
 
 @define_fake("round_operand")
-def _fake_operand(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    spec = _spec(rest)
-    axis = spec.axis if rest[3] == "input" else spec.output_axis
+def _fake_operand(x: Tensor, role: str, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    spec = call_of(rest)
+    axis = spec.axis if role == "input" else spec.output_axis
     kernel = choose_kernel(spec, x.device).kernel.arithmetic
     codes, unit = kernel.empty_operand(x, spec, x.shape[axis.dim] // (axis.outer * axis.inner))
     return codes, unit
 
 
 @define_fake("private_site")
-def _fake_site(x: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
-    shape = output_shape(tuple(x.shape), tuple(weight.shape), _spec(rest).geometry)
-    return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=channels_last(rest[-6]))
+def _fake_site(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
+    spec = call_of(rest)
+    shape = output_shape(tuple(x.shape), tuple(weight.shape), spec.geometry)
+    return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=channels_last(spec.op))
 
 
 @define_fake("private_grad_input")
-def _fake_grad_input(grad: Tensor, codes: Any, unit: Any, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(rest[4], dtype=weight.dtype, device=grad.device, memory_format=channels_last(rest[-6]))
+def _fake_grad_input(grad: Tensor, weight: Tensor, size: Sequence[int], op: str, rest: Mapping[str, Any]) -> Tensor:
+    return torch.empty(size, dtype=weight.dtype, device=grad.device, memory_format=channels_last(op))
 
 
 @define_fake("sample_norms")
-def _fake_norms(x: Tensor, codes: Any, unit: Any, grad: Tensor, g: Any, u: Any, weight: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(_batch(x, rest), dtype=wide_dtype(weight), device=x.device)
+def _fake_norms(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
+    return torch.empty(_batch(x, call_of(rest)), dtype=wide_dtype(weight), device=x.device)
 
 
 @define_fake("sample_grads")
-def _fake_grads(x: Tensor, codes: Any, unit: Any, grad: Tensor, g: Any, u: Any, weight: Tensor, *rest: Any) -> Tensor:
-    shape = (_batch(x, rest), weight.shape[0], weight.numel() // weight.shape[0])
+def _fake_grads(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
+    shape = (_batch(x, call_of(rest)), weight.shape[0], weight.numel() // weight.shape[0])
     return torch.empty(shape, dtype=wide_dtype(weight), device=x.device)
 
 
 @define_fake("weighted_grad")
-def _fake_weighted(x: Tensor, c: Any, u: Any, grad: Tensor, g: Any, v: Any, weight: Tensor, *rest: Any) -> Tensor:
+def _fake_weighted(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(weight.shape, dtype=wide_dtype(weight), device=x.device)
 
 
 @define_fake("sample_factors")
-def _fake_factors(
-    x: Tensor, c: Any, u: Any, grad: Tensor, g: Any, v: Any, weight: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    batch = _batch(x, rest)
+def _fake_factors(x: Tensor, grad: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    batch = _batch(x, call_of(rest))
     count = grad.numel() // (batch * weight.shape[0])
     widths = (weight.shape[0], weight.numel() // weight.shape[0])
     left, right = (torch.empty((batch, count, n), dtype=wide_dtype(weight), device=x.device) for n in widths)
     return left, right
 
 
-def _spec(rest: Sequence[Any]) -> SiteCall:
-    op, site, call, geometry, axes, recipe = rest[-6:]
-    return site_call(op, site, call, recipe, axes, geometry)
+def _batch(x: Tensor, spec: SiteCall) -> int:
+    return x.shape[spec.axis.dim] // (spec.axis.outer * spec.axis.inner)
 
 
-def _batch(x: Tensor, rest: Sequence[Any]) -> int:
-    dim, outer, inner = rest[-2][:3]
-    return cast(int, x.shape[dim] // (outer * inner))
+_SITE = torch.ops.dpquant.private_site.default
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, _, weight, packed, _, policy, keys, samples, *static = inputs
-    ctx.save_for_backward(weight, packed, policy, keys, samples)
-    ctx.size, ctx.static = list(x.shape), static
+    given = named_args(_SITE, inputs)
+    ctx.save_for_backward(given.weight, given.packed, given.policy, given.keys, given.samples)
+    ctx.size, ctx.call = list(given.x.shape), call_of(vars(given))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     # The gradients of weight and bias are not autograd's here: clipping takes them from x and grad.
-    dx = None
-    if ctx.needs_input_grad[0]:
-        weight, packed, *table = ctx.saved_tensors
-        codes, unit = torch.ops.dpquant.round_operand(grad, *table, "grad_output", *ctx.static)
-        dx = torch.ops.dpquant.private_grad_input(grad, codes, unit, weight, packed, *table, ctx.size, *ctx.static)
-    return (dx, *[None] * (8 + len(ctx.static)))
+    if not named_args(_SITE, ctx.needs_input_grad).x:
+        return grads_in_order(_SITE)
+    weight, packed, *table = ctx.saved_tensors
+    rest = site_arguments(table, ctx.call)
+    codes, unit = torch.ops.dpquant.round_operand(x=grad, role="grad_output", **rest)
+    dx = torch.ops.dpquant.private_grad_input(
+        grad=grad, grad_codes=codes, grad_unit=unit, weight=weight, packed=packed, size=ctx.size, **rest
+    )
+    return grads_in_order(_SITE, x=dx)
 
 
 torch.library.register_autograd("dpquant::private_site", _backward, setup_context=_save, lib=_LIBRARY)

@@ -8,9 +8,10 @@ A site computes in the dtype of its weight. Under autocast that is still so: oth
 activations of less precision, and it takes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,22 +19,38 @@ from torch import Tensor
 
 from dpquant_compile.backends.reference.products import full_forward, full_grad_input, full_grad_params
 from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
 from dpquant_compile.errors import KernelError
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 __all__ = [
+    "STATIC",
+    "TABLE",
     "axis_list",
     "bias_grad",
-    "fake_forward",
-    "fake_grad_input",
+    "call_of",
+    "call_of_key",
     "geometry_list",
     "layout_of",
     "output_shape",
     "plain_dtypes",
+    "site_arguments",
     "site_call",
+    "site_fake",
+    "site_operator",
+    "static_arguments",
+    "static_key",
     "streams_of",
 ]
+
+
+# What the operators of a site take beside tensors of their own: the link table, and what is fixed about the call.
+# A field of a call is a word here, a parameter of `site_call` and an entry of `static_arguments`; all else follows.
+TABLE = "Tensor policy, Tensor keys, Tensor samples"
+STATIC = "str op, int site, int call, int[] geometry, int[] axes, str recipe"
+_STATIC_NAMES = Signature.parse("static", f"({STATIC}) -> ()").names
+_static_values = itemgetter(*_STATIC_NAMES)
 
 
 def axis_list(*axes: BatchAxis) -> list[int]:
@@ -51,19 +68,47 @@ def site_call(
     op: str, site: int, call: int, recipe: str, axes: Sequence[int], geometry: Sequence[int] = ()
 ) -> SiteCall:
     """The `SiteCall` behind the plain arguments of an operator."""
-    return _site_call(op, site, call, recipe, tuple(axes), tuple(geometry))
+    shape = None
+    if geometry:
+        *sizes, groups = geometry
+        rank = len(sizes) // 3
+        stride, padding, dilation = (tuple(sizes[i * rank : (i + 1) * rank]) for i in range(3))
+        shape = ConvGeometry(stride, padding, dilation, groups)
+    return SiteCall(op, Recipe.parse(recipe), BatchAxis(*axes[:3]), BatchAxis(*axes[3:]), shape, site, call)
+
+
+def static_arguments(call: SiteCall) -> dict[str, Any]:
+    """The plain arguments of an operator that `site_call` makes `call` of."""
+    return {
+        "op": call.op,
+        "site": call.site,
+        "call": call.call,
+        "geometry": geometry_list(call.geometry),
+        "axes": axis_list(call.axis, call.output_axis),
+        "recipe": str(call.recipe),
+    }
+
+
+def site_arguments(table: Sequence[Tensor], call: SiteCall) -> dict[str, Any]:
+    """`table` (policy, keys and sample ids) and `call` as arguments of an operator."""
+    policy, keys, samples = table
+    return {"policy": policy, "keys": keys, "samples": samples, **static_arguments(call)}
+
+
+def static_key(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is fixed about a call, among the arguments of an operator, as a key that can be hashed."""
+    return tuple([tuple(value) if isinstance(value, list) else value for value in _static_values(arguments)])
 
 
 @lru_cache(maxsize=4096)
-def _site_call(
-    op: str, site: int, call: int, recipe: str, axes: tuple[int, ...], geometry: tuple[int, ...]
-) -> SiteCall:
-    rank = (len(geometry) - 1) // 3
-    shape = None
-    if geometry:
-        stride, padding, dilation = (geometry[i * rank : (i + 1) * rank] for i in range(3))
-        shape = ConvGeometry(stride, padding, dilation, geometry[-1])
-    return SiteCall(op, Recipe.parse(recipe), BatchAxis(*axes[:3]), BatchAxis(*axes[3:]), shape, site, call)
+def call_of_key(key: tuple[Any, ...]) -> SiteCall:
+    """The call that `static_key` gives this key."""
+    return site_call(**dict(zip(_STATIC_NAMES, key, strict=True)))
+
+
+def call_of(arguments: Mapping[str, Any]) -> SiteCall:
+    """The call that is among the arguments of an operator."""
+    return call_of_key(static_key(arguments))
 
 
 def output_shape(x: Sequence[Any], weight: Sequence[int], geometry: ConvGeometry | None) -> tuple[Any, ...]:
@@ -157,7 +202,22 @@ def bias_grad(grad: Tensor, call: SiteCall) -> Tensor:
     return grad.sum([d for d in range(grad.dim()) if d != features])
 
 
-@torch.library.custom_op("dpquant::site", mutates_args=())
+def site_operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Define a custom operator whose implementation gets its arguments by name, see `by_name`."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        run = by_name(Signature.parse(f"dpquant::{name}", schema))(function)
+        return torch.library.custom_op(f"dpquant::{name}", run, mutates_args=(), schema=schema)
+
+    return register
+
+
+def site_fake(operator: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Say what the results of a `site_operator` look like, for tracing."""
+    return lambda function: operator.register_fake(by_name(signature_of(operator._opoverload))(function))
+
+
+@site_operator("site", f"(Tensor x, Tensor weight, Tensor? bias, {TABLE}, {STATIC}) -> Tensor")
 def site_forward(
     x: Tensor,
     weight: Tensor,
@@ -165,12 +225,7 @@ def site_forward(
     policy: Tensor,
     keys: Tensor,
     samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
+    rest: Mapping[str, Any],
 ) -> Tensor:
     """A conv or a linear in the precision that `policy[site]` asks for.
 
@@ -179,33 +234,25 @@ def site_forward(
     geometry   stride, padding, dilation and groups of a conv in a row; empty for a linear
     axes       the batch axes of x and of the output, see `axis_list`
     """
-    spec = site_call(op, site, call, recipe, axes, geometry)
-    streams = streams_of(keys, samples, x, spec.axis)
-    return _forward(x, weight, bias, spec, streams, _arithmetic(policy, spec, x.device))
+    call = call_of(rest)
+    streams = streams_of(keys, samples, x, call.axis)
+    return _forward(x, weight, bias, call, streams, _arithmetic(policy, call, x.device))
 
 
-@torch.library.custom_op("dpquant::site_grad_input", mutates_args=())
+@site_operator("site_grad_input", f"(Tensor grad, Tensor x, Tensor weight, {TABLE}, {STATIC}) -> Tensor")
 def site_grad_input(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    policy: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
+    grad: Tensor, x: Tensor, weight: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """The gradient of a site's input."""
-    spec = site_call(op, site, call, recipe, axes, geometry)
-    streams = streams_of(keys, samples, x, spec.axis)
-    return _grad_input(grad, x, weight, spec, streams, _arithmetic(policy, spec, x.device))
+    call = call_of(rest)
+    streams = streams_of(keys, samples, x, call.axis)
+    return _grad_input(grad, x, weight, call, streams, _arithmetic(policy, call, x.device))
 
 
-@torch.library.custom_op("dpquant::site_grad_params", mutates_args=())
+@site_operator(
+    "site_grad_params",
+    f"(Tensor grad, Tensor x, Tensor weight, {TABLE}, bool need_weight, bool need_bias, {STATIC}) -> (Tensor, Tensor)",
+)
 def site_grad_params(
     grad: Tensor,
     x: Tensor,
@@ -215,37 +262,30 @@ def site_grad_params(
     samples: Tensor,
     need_weight: bool,
     need_bias: bool,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
+    rest: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of a site's weight and bias, each an empty tensor where it is not needed."""
-    spec = site_call(op, site, call, recipe, axes, geometry)
-    streams, mask = streams_of(keys, samples, x, spec.axis), (need_weight, need_bias)
-    return _grad_params(grad, x, weight, mask, spec, streams, _arithmetic(policy, spec, x.device))
+    call = call_of(rest)
+    streams, mask = streams_of(keys, samples, x, call.axis), (need_weight, need_bias)
+    return _grad_params(grad, x, weight, mask, call, streams, _arithmetic(policy, call, x.device))
 
 
-@site_forward.register_fake
-def fake_forward(x: Tensor, weight: Tensor, bias: Any, *rest: Any) -> Tensor:
-    """The shape and layout of a site's output."""
-    op, _, _, geometry, axes, recipe = rest[-6:]
+@site_fake(site_forward)
+def _fake_forward(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
+    call = call_of(rest)
     # Not torch's own shape function: its choice of algorithm puts guards on the batch size.
-    shape = output_shape(x.shape, weight.shape, site_call(op, 0, 0, recipe, axes, geometry).geometry)
-    return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=layout_of(op, x))
+    shape = output_shape(x.shape, weight.shape, call.geometry)
+    return torch.empty(shape, dtype=weight.dtype, device=x.device, memory_format=layout_of(call.op, x))
 
 
-@site_grad_input.register_fake
-def fake_grad_input(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    """The shape and layout of the gradient of a site's input."""
-    return torch.empty_like(x, memory_format=layout_of(rest[-6], x))
+@site_fake(site_grad_input)
+def _fake_grad_input(x: Tensor, op: str, rest: Mapping[str, Any]) -> Tensor:
+    return torch.empty_like(x, memory_format=layout_of(op, x))
 
 
-@site_grad_params.register_fake
+@site_fake(site_grad_params)
 def _fake_grad_params(
-    grad: Tensor, x: Tensor, weight: Tensor, p: Any, k: Any, s: Any, need_weight: bool, need_bias: bool, *rest: Any
+    weight: Tensor, need_weight: bool, need_bias: bool, rest: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     return (
         weight.new_empty(weight.shape if need_weight else (0,)),
@@ -254,20 +294,24 @@ def _fake_grad_params(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, policy, keys, samples, *rest = inputs
-    ctx.save_for_backward(x, weight, policy, keys, samples)
-    ctx.rest = rest
+    given = named_args(_SITE, inputs)
+    ctx.save_for_backward(given.x, given.weight, given.policy, given.keys, given.samples)
+    ctx.call = call_of(vars(given))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    tensors, rest = ctx.saved_tensors, ctx.rest
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    dx = dw = db = None
-    if need_x:
-        dx = torch.ops.dpquant.site_grad_input(grad, *tensors, *rest)
-    if need_weight or need_bias:
-        dw, db = torch.ops.dpquant.site_grad_params(grad, *tensors, need_weight, need_bias, *rest)
-    return (dx, dw if need_weight else None, db if need_bias else None, *[None] * (3 + len(rest)))
+    x, weight, *table = ctx.saved_tensors
+    need, rest = named_args(_SITE, ctx.needs_input_grad), site_arguments(table, ctx.call)
+    grads: dict[str, Tensor] = {}
+    if need.x:
+        grads["x"] = torch.ops.dpquant.site_grad_input(grad=grad, x=x, weight=weight, **rest)
+    if need.weight or need.bias:
+        dw, db = torch.ops.dpquant.site_grad_params(
+            grad=grad, x=x, weight=weight, need_weight=need.weight, need_bias=need.bias, **rest
+        )
+        grads |= ({"weight": dw} if need.weight else {}) | ({"bias": db} if need.bias else {})
+    return grads_in_order(_SITE, **grads)
 
 
+_SITE = torch.ops.dpquant.site.default
 site_forward.register_autograd(_backward, setup_context=_save)

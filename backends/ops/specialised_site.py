@@ -3,26 +3,31 @@
 The bits are those of `dpquant::site` with the switch on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpquant_compile.backends.ops.site import (
-    axis_list,
+    STATIC,
     bias_grad,
-    geometry_list,
+    call_of,
     layout_of,
     plain_dtypes,
-    site_call,
+    site_arguments,
+    site_fake,
+    site_operator,
+    static_arguments,
     streams_of,
 )
 from dpquant_compile.backends.reference.emulated import REFERENCE_SITE, EmulatedSite, Products
 from dpquant_compile.backends.reference.products import full_forward, full_grad_input, full_grad_params
 from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.site_args import Signature, by_name
 from dpquant_compile.numerics.quantize import quantize_values
-from dpquant_compile.sites import ConvGeometry
+from dpquant_compile.numerics.recipe import Recipe
+from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 __all__ = ["low_precision_site", "sealed_conv"]
 
@@ -30,7 +35,7 @@ __all__ = ["low_precision_site", "sealed_conv"]
 @torch.library.custom_op("dpquant::round_weight", mutates_args=())
 def round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor:
     """A weight rounded as `dpquant::site` rounds it. One operator, since there is nothing around it to fuse with."""
-    spec = site_call("linear", site, 0, recipe, [0, 1, 1, 0, 1, 1])
+    spec = SiteCall("linear", Recipe.parse(recipe), BatchAxis(0), BatchAxis(0), None, site, 0)
     chosen = choose_kernel(spec, weight.device).kernel.arithmetic
     emulated = chosen if isinstance(chosen, EmulatedSite) else REFERENCE_SITE
     return emulated.weight(weight, spec, Streams(keys, keys.new_zeros(0))).contiguous()
@@ -41,57 +46,41 @@ def _fake_round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> 
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-@torch.library.custom_op("dpquant::sample_grad_sum", mutates_args=())
+@site_operator(
+    "sample_grad_sum", f"(Tensor grad, Tensor x, Tensor weight, Tensor keys, Tensor samples, {STATIC}) -> Tensor"
+)
 def sample_grad_sum(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
+    grad: Tensor, x: Tensor, weight: Tensor, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """Σᵢ Q(dwᵢ) of rounded operands. One operator, since a loop over samples must stay out of a traced program."""
-    spec = site_call(op, site, call, recipe, axes, geometry)
+    spec = call_of(rest)
     return REFERENCE_SITE.summed_sample_grads(grad, x, weight, spec, streams_of(keys, samples, x, spec.axis))
 
 
-@sample_grad_sum.register_fake
-def _fake_sample_grad_sum(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+@site_fake(sample_grad_sum)
+def _fake_sample_grad_sum(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def _full_precision(geometry: ConvGeometry) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The last arguments of `dpquant::site` for a conv in full precision."""
+def _full_precision(geometry: ConvGeometry) -> dict[str, Any]:
+    """Table and call of `dpquant::site` for a conv in full precision."""
     nothing = torch.zeros(1, dtype=torch.int64)
-    static = (
-        f"conv{len(geometry.stride)}d",
-        0,
-        0,
-        geometry_list(geometry),
-        [0, 1, 1, 0, 1, 1],
-        "luq_fp4/none/reference",
-    )
-    return (torch.zeros(1, dtype=torch.bool), nothing[None], nothing), static
+    op, recipe = f"conv{len(geometry.stride)}d", Recipe(backend="reference")
+    call = SiteCall(op, recipe, BatchAxis(0), BatchAxis(0), geometry, 0, 0)
+    return site_arguments((torch.zeros(1, dtype=torch.bool), nothing[None], nothing), call)
 
 
 def _sealed_forward(op: str, geometry: ConvGeometry | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if geometry is None:
         return full_forward(op, geometry, x, weight, bias)
-    table, static = _full_precision(geometry)
-    y: Tensor = torch.ops.dpquant.site(x, weight, bias, *table, *static)
+    y: Tensor = torch.ops.dpquant.site(x=x, weight=weight, bias=bias, **_full_precision(geometry))
     return y
 
 
 def _sealed_grad_input(geometry: ConvGeometry | None, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if geometry is None:
         return full_grad_input(geometry, grad, x, weight)
-    table, static = _full_precision(geometry)
-    dx: Tensor = torch.ops.dpquant.site_grad_input(grad, x, weight, *table, *static)
+    dx: Tensor = torch.ops.dpquant.site_grad_input(grad=grad, x=x, weight=weight, **_full_precision(geometry))
     return dx
 
 
@@ -100,8 +89,10 @@ def _sealed_grad_params(
 ) -> tuple[Tensor, Tensor]:
     if geometry is None:
         return full_grad_params(geometry, grad, x, weight, mask)
-    table, static = _full_precision(geometry)
-    dw, db = torch.ops.dpquant.site_grad_params(grad, x, weight, *table, *mask, *static)
+    need_weight, need_bias = mask
+    dw, db = torch.ops.dpquant.site_grad_params(
+        grad=grad, x=x, weight=weight, need_weight=need_weight, need_bias=need_bias, **_full_precision(geometry)
+    )
     return dw, db
 
 
@@ -133,10 +124,9 @@ class _LowPrecisionSite(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        keys, samples, *static = rest
-        op, site, call, geometry, axes, recipe = static
-        spec = site_call(op, site, call, recipe, axes, geometry)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor, samples: Tensor, spec: SiteCall
+    ) -> Tensor:
         streams = streams_of(keys, samples, x, spec.axis)
         rounded = _SEALED_SITE.input(x, spec, streams)
         rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
@@ -156,49 +146,30 @@ class _LowPrecisionSite(torch.autograd.Function):
         if need_x:
             dx = _SEALED_SITE.rounded_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
         if need_weight and spec.recipe.outputs == "all":
-            dw = torch.ops.dpquant.sample_grad_sum(grad, x, weight, keys, samples, *_plain(spec))
+            dw = torch.ops.dpquant.sample_grad_sum(
+                grad=grad, x=x, weight=weight, keys=keys, samples=samples, **static_arguments(spec)
+            )
         elif need_weight:
             dw = _SEALED_SITE.rounded_grad_weight(grad, x, weight, spec, streams)
         if need_bias:
             db = bias_grad(grads[0], spec)
-        return (dx, dw, db, *[None] * 8)
-
-
-def _plain(call: SiteCall) -> tuple[Any, ...]:
-    """The arguments that `site_call` makes `call` of."""
-    geometry = geometry_list(call.geometry)
-    return call.op, call.site, call.call, geometry, axis_list(call.axis, call.output_axis), str(call.recipe)
+        return dx, dw, db, None, None, None
 
 
 # Kept as one call by Dynamo and traced through by AOTAutograd: its Python is not for Dynamo, its operations fuse.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@by_name(
+    Signature.parse(
+        "low_precision_site",
+        f"(Tensor x, Tensor weight, Tensor? bias, Tensor keys, Tensor samples, {STATIC}) -> Tensor",
+    )
+)
 def low_precision_site(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keys: Tensor,
-    samples: Tensor,
-    op: str,
-    site: int,
-    call: int,
-    geometry: Sequence[int],
-    axes: Sequence[int],
-    recipe: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """`dpquant::site` with the switch on: the same bits, written out for whole-graph compilation."""
     apply: Any = _LowPrecisionSite.apply
-    result = apply(
-        x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x,
-        weight,
-        bias,
-        keys,
-        samples,
-        op,
-        site,
-        call,
-        geometry,
-        axes,
-        recipe,
-    )
+    x = x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
+    result = apply(x, weight, bias, keys, samples, call_of(rest))
     assert isinstance(result, Tensor)
     return result

@@ -284,13 +284,13 @@ def _layer_norm(call: OpCall) -> Axis:
 
 @rule("mm", "addmm", "_int_mm")
 def _matmul(call: OpCall) -> Axis:
-    left, right = call.args[-2:] if call.name != "addmm" else call.args[1:3]
+    left, right = call.args[1:3] if call.name == "addmm" else call.args[:2]
     return _product(call, left, right, rows=0, columns=1)
 
 
 @rule("bmm", "baddbmm")
 def _batched_matmul(call: OpCall) -> Axis:
-    left, right = call.args[-2:] if call.name == "bmm" else call.args[1:3]
+    left, right = call.args[1:3] if call.name == "baddbmm" else call.args[:2]
     a, b = call.axis_of(left), call.axis_of(right)
     if isinstance(a, BatchAxis) and a.dim == 0 and (b is None or b == a):
         return a

@@ -1,15 +1,15 @@
 """Pass: replace every site by the operator that looks its precision up when it runs."""
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from dpquant_compile.backends.ops.site import axis_list, geometry_list
+from dpquant_compile.backends.ops.site import static_arguments
+from dpquant_compile.backends.registry import SiteCall
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["LINK_TABLE", "axes_of", "insert_switches", "link_table", "site_arguments"]
+__all__ = ["LINK_TABLE", "axes_of", "call_at", "insert_switches", "link_table"]
 
 # The name under which the graph modules hold the table of policy, keys and sample ids.
 LINK_TABLE = "_dpq"
@@ -30,9 +30,9 @@ def insert_switches(gm: fx.GraphModule, *, rows: dict[str, int], recipe: str) ->
     policy, keys, samples = link_table(gm.graph, "policy", "keys", "samples")
     for node in nodes:
         x, weight, bias = node.args[:3]
-        static = site_arguments(node, rows[node.meta["site"].name], recipe)
+        call = call_at(node, rows[node.meta["site"].name], recipe)
         node.target = torch.ops.dpquant.site.default
-        node.args, node.kwargs = (x, weight, bias, policy, keys, samples), static
+        node.args, node.kwargs = (x, weight, bias, policy, keys, samples), static_arguments(call)
         node.meta["origin"] = "insert_switches"
     return PassResult(gm, True)
 
@@ -52,14 +52,7 @@ def axes_of(node: fx.Node) -> tuple[BatchAxis, BatchAxis]:
     return node.meta.get("axis", BatchAxis(0)), node.meta.get("output_axis", BatchAxis(0))
 
 
-def site_arguments(node: fx.Node, row: int, recipe: str) -> dict[str, Any]:
-    """The static arguments of a site's operator, for a node that is still `F.convNd` or `F.linear`."""
-    site = node.meta["site"]
-    return {
-        "op": site.op,
-        "site": row,
-        "call": node.meta["call"],
-        "geometry": geometry_list(site.geometry),
-        "axes": axis_list(*axes_of(node)),
-        "recipe": recipe,
-    }
+def call_at(node: fx.Node, row: int, recipe: str) -> SiteCall:
+    """The call of a site, for a node that is still `F.convNd` or `F.linear`; `row` is the site's in the link table."""
+    site, (axis, output_axis) = node.meta["site"], axes_of(node)
+    return SiteCall(site.op, Recipe.parse(recipe), axis, output_axis, site.geometry, row, node.meta["call"])

@@ -4,8 +4,9 @@ from collections.abc import Container
 
 from torch import fx
 
+from dpquant_compile.backends.ops.site import static_arguments
 from dpquant_compile.backends.ops.specialised_site import low_precision_site
-from dpquant_compile.passes.precision.insert_switches import link_table, site_arguments
+from dpquant_compile.passes.precision.insert_switches import call_at, link_table
 from dpquant_compile.passes.runner import PassResult
 
 __all__ = ["specialize"]
@@ -25,8 +26,8 @@ def specialize(gm: fx.GraphModule, *, policy: Container[str], rows: dict[str, in
     keys, samples = link_table(gm.graph, "keys", "samples")
     for node in nodes:
         x, weight, bias = node.args[:3]
-        static = site_arguments(node, rows[node.meta["site"].name], recipe)
+        call = call_at(node, rows[node.meta["site"].name], recipe)
         node.target = low_precision_site
-        node.args, node.kwargs = (x, weight, bias, keys, samples), static
+        node.args, node.kwargs = (x, weight, bias, keys, samples), static_arguments(call)
         node.meta["origin"] = "specialize"
     return PassResult(gm, True)

@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from dpquant_compile.backends.ops.specialised_site import low_precision_site, sealed_conv
+from dpquant_compile.backends.site_args import site_args
 from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE
@@ -52,16 +53,17 @@ def lift_tensors(gm: fx.GraphModule, shape_of: Callable[[str], tuple[int, ...]])
         if node.op == "get_attr" and node.target != f"{LINK_TABLE}.keys":
             name = str(node.target)
             shared[name] = values[node] = shared[name] if name in shared else tensor(name, name)
-        elif node.target is low_precision_site and node.kwargs["site"] not in rows:
-            row = int(str(node.kwargs["site"]))
+        elif node.target is low_precision_site and (row := site_args(node).site) not in rows:
             rows[row] = tensor(f"{LINK_TABLE}.keys[{row}]", f"dpq_keys_{row}")
     for node in gm.graph.nodes:
         if node in values or node.op == "get_attr":
             continue
         if node.target is low_precision_site:
-            x, weight, bias, _, samples = (values.get(arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
-            arguments = (x, weight, bias, rows[int(str(node.kwargs["site"]))], samples)
-            values[node] = graph.call_function(low_precision_site, arguments, {**node.kwargs, "site": 0})
+            given = vars(site_args(node))
+            lifted = {name: values.get(arg) if isinstance(arg, fx.Node) else arg for name, arg in given.items()}
+            lifted |= {"keys": rows[given["site"]], "site": 0}
+            named = {name: lifted.pop(name) for name in node.kwargs}
+            values[node] = graph.call_function(low_precision_site, tuple(lifted.values()), named)
             values[node].meta = dict(node.meta)
         else:
             values[node] = graph.node_copy(node, lambda n: values[n])

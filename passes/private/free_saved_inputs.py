@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from dpquant_compile.backends.site_args import site_args
+
 __all__ = ["Savings", "find_savings", "sites_reading", "users_of"]
 
 # Operators that are given a site's input twice, as numbers and in another form, and read one of them.
@@ -56,13 +58,13 @@ def users_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 def sites_reading(user: fx.Node, node: fx.Node) -> tuple[int, ...]:
     """The rows of the sites for which `user` reads `node` as long as one of them is in full precision; none if it
     reads it in any case. A row of -1 is a layer that always is."""
-    if any(argument is node for argument in user.args[1:]):
+    masks = user.target is torch.ops.dpquant.relu_grad.default
+    if user.target not in _READERS and not masks:
         return ()
-    if user.target is torch.ops.dpquant.relu_grad.default:
-        return tuple(user.args[-1])  # type: ignore[arg-type]
-    if user.target in _READERS:
-        return (int(user.args[-5]),)  # type: ignore[arg-type]  # see _STATIC in backends/private_ops.py
-    return ()
+    given = site_args(user)
+    if any(value is node for name, value in vars(given).items() if name != "x"):
+        return ()
+    return tuple(given.sites) if masks else (given.site,)
 
 
 def _sites(node: fx.Node) -> tuple[int, ...]:

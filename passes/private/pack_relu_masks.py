@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from dpquant_compile.backends.ops.relu_bits import can_pack
+from dpquant_compile.backends.site_args import in_order, site_args
 from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
 from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients, masks_of
 
@@ -35,8 +36,7 @@ def pack_masks(gm: fx.GraphModule, count: int) -> int:
         forward = [user for user, _ in users_of(relu) if user.target is _OPS.private_site.default]
         if sites[0] < 0 or not forward:
             continue
-        policy = forward[0].args[-9]  # the link table stands before what is fixed, see backends/private_ops.py
-        packed.append(_replace(gm.graph, relu, mask, policy, sites))
+        packed.append(_replace(gm.graph, relu, mask, site_args(forward[0]).policy, sites))
     outputs: Any = gm.graph.output_node().args[0]
     gm.graph.output_node().args = ([*outputs[:count], *packed, *outputs[count:]],)
     gm.recompile()
@@ -56,17 +56,20 @@ def _is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
 
 def _replace(graph: fx.Graph, relu: fx.Node, mask: fx.Node, policy: Any, sites: list[int]) -> fx.Node:
     with graph.inserting_after(relu):
-        bits = _call(graph, _OPS.positive_bits.default, (relu, policy, sites))
+        bits = _call(graph, _OPS.positive_bits.default, x=relu, policy=policy, sites=sites)
     for where in list(mask.users):
         with graph.inserting_before(where):
-            grad = _call(graph, _OPS.relu_grad.default, (relu, bits, where.args[2], policy, sites))
+            grad = _call(
+                graph, _OPS.relu_grad.default, x=relu, bits=bits, grad=where.args[2], policy=policy, sites=sites
+            )
         where.replace_all_uses_with(grad)
         graph.erase_node(where)
     graph.erase_node(mask)
     return bits
 
 
-def _call(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+def _call(graph: fx.Graph, target: Callable[..., Any], **values: Any) -> fx.Node:
+    args = in_order(target, **values)
     node = graph.call_function(target, args)
     node.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
     return node

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from dpquant_compile.backends.ops.site import site_arguments
 from dpquant_compile.backends.reference.group_norm import lies_by_pixel, normalised_groups
 from dpquant_compile.backends.reference.per_sample import as_weight, squares, wide
+from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.errors import PerSampleGradientError, RegistryError
 from dpquant_compile.numerics.quantize import to_samples
 from dpquant_compile.passes.canonical.canonicalize import CONVS
@@ -60,7 +62,7 @@ class UseValues:
     grad: Tensor
     batch: int
     table: tuple[Tensor, Tensor, Tensor]
-    static: tuple[Any, ...] | None
+    static: SiteCall | None
     method: str
     operand: tuple[Tensor, Tensor] | None
 
@@ -108,15 +110,15 @@ class SitePiece:
     grad: tuple[Tensor, Tensor | None, Tensor | None]
     weight: Tensor
     table: tuple[Tensor, Tensor, Tensor]
-    static: tuple[Any, ...]
+    static: SiteCall
     method: str
 
     def norms(self) -> Tensor:
-        norms: Tensor = torch.ops.dpquant.sample_norms(*self._operands(), *self.table, self.method, *self.static)
+        norms: Tensor = torch.ops.dpquant.sample_norms(method=self.method, **self._arguments())
         return norms
 
     def weighted(self, factors: Tensor) -> Tensor:
-        total: Tensor = torch.ops.dpquant.weighted_grad(*self._operands(), factors, *self.table, *self.static)
+        total: Tensor = torch.ops.dpquant.weighted_grad(factors=factors, **self._arguments())
         return total
 
     def grads(self) -> Tensor:
@@ -124,16 +126,18 @@ class SitePiece:
 
     def kept(self) -> KeptPiece:
         """The gradients themselves."""
-        grads: Tensor = torch.ops.dpquant.sample_grads(*self._operands(), *self.table, *self.static)
+        grads: Tensor = torch.ops.dpquant.sample_grads(**self._arguments())
         return KeptPiece(grads, tuple(self.weight.shape))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """D [B, T, N] and U [B, T, K]."""
-        left, right = torch.ops.dpquant.sample_factors(*self._operands(), *self.table, *self.static)
+        left, right = torch.ops.dpquant.sample_factors(**self._arguments())
         return left, right
 
-    def _operands(self) -> tuple[Tensor | None, ...]:
-        return (*self.x, *self.grad, self.weight)
+    def _arguments(self) -> dict[str, Any]:
+        own = dict(zip(("x", "codes", "unit"), self.x, strict=True))
+        own |= zip(("grad", "grad_codes", "grad_unit"), self.grad, strict=True)
+        return {**own, "weight": self.weight, **site_arguments(self.table, self.static)}
 
 
 @dataclass(frozen=True)
@@ -234,7 +238,8 @@ def _product(use: Use, values: UseValues) -> Piece:
     assert values.static is not None
     codes: tuple[Any, Any] = (None, None)
     if values.operand is not None:
-        codes = torch.ops.dpquant.round_operand(values.grad, *values.table, "grad_output", *values.static)
+        rest = site_arguments(values.table, values.static)
+        codes = torch.ops.dpquant.round_operand(x=values.grad, role="grad_output", **rest)
     x = (values.arguments["input"], *(values.operand or (None, None)))
     piece = SitePiece(x, (values.grad, *codes), values.constant, values.table, values.static, values.method)
     return piece.kept() if values.method == "kept" else piece

@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from dpquant_compile.backends.ops.site import axis_list, geometry_list
+from dpquant_compile.backends.ops.site import site_arguments
 from dpquant_compile.backends.reference.group_norm import group_norm, lies_by_pixel
 from dpquant_compile.backends.reference.per_sample import choose_method, wide
+from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.errors import PerSampleGradientError
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.canonical.canonicalize import CONVS
-from dpquant_compile.passes.precision.insert_switches import site_arguments
+from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.runner import draws_random, node_source, op_name
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.grad_rules import (
@@ -67,11 +69,11 @@ class Plan:
         """The row of a site in the link table; None for what is no site."""
         return self.rows.get(node.meta["site"].name) if "site" in node.meta else None
 
-    def static(self, node: fx.Node) -> tuple[Any, ...] | None:
-        """The static arguments of the operators of a conv or a linear."""
+    def static(self, node: fx.Node) -> SiteCall | None:
+        """What is fixed about a conv or a linear; None where its operators cannot be used."""
         row = self.row(node)
         if row is not None:
-            return tuple(site_arguments(node, row, self.recipe).values())
+            return call_at(node, row, self.recipe)
         if node.target not in CONVS and node.target is not F.linear:
             return None
         x = node.args[0]
@@ -87,7 +89,7 @@ class Plan:
                     return None
             geometry = ConvGeometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
         op = "linear" if geometry is None else f"conv{CONVS.index(node.target) + 1}d"
-        return op, -1, 0, geometry_list(geometry), axis_list(axis, output), self.recipe
+        return SiteCall(op, Recipe.parse(self.recipe), axis, output, geometry, site=-1, call=0)
 
     def _padding(self, node: fx.Node, word: str) -> tuple[int, ...] | None:
         """ "same" or "valid" of a conv whose weight is no parameter itself, in numbers; None if it is not symmetric."""
@@ -154,13 +156,15 @@ class Tracing(fx.Interpreter):
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
         target, static = self.plan.packed(node), self.plan.static(node)
         assert static is not None
+        rest = site_arguments(self.table, static)
         if target is not None:
             packed = self.packed[target]
         else:
-            packed = torch.ops.dpquant.packed_weight(weight.detach(), *self.table, *static)
-        operand = torch.ops.dpquant.round_operand(x.detach(), *self.table, "input", *static)
-        self._operands[node] = operand
-        y: Tensor = torch.ops.dpquant.private_site(x, *operand, weight, packed, bias, *self.table, *static)
+            packed = torch.ops.dpquant.packed_weight(weight=weight.detach(), **rest)
+        codes, unit = self._operands[node] = torch.ops.dpquant.round_operand(x=x.detach(), role="input", **rest)
+        y: Tensor = torch.ops.dpquant.private_site(
+            x=x, codes=codes, unit=unit, weight=weight, packed=packed, bias=bias, **rest
+        )
         return y
 
     def private(
@@ -205,11 +209,10 @@ class Tracing(fx.Interpreter):
         if static is None:
             raise PerSampleGradientError(f"parameter {use.params[0]!r}: the samples of {use} cannot be told apart")
         shape = tuple(constant.shape)
-        groups = static[3][-1] if static[3] else 1
         count = grad.numel() // (self.plan.batch * shape[0])
         x = self.env[use.node.args[0]]  # type: ignore[index]
-        pixels = x.numel() // (self.plan.batch * shape[1] * groups)
-        method = choose_method(shape, groups, count, pixels, self.plan.batch)
+        pixels = x.numel() // (self.plan.batch * shape[1] * static.groups)
+        method = choose_method(shape, static.groups, count, pixels, self.plan.batch)
         pooled = any(name not in self.plan.uses.separate for name in use.params)
         return "gram" if pooled and method == "kept" else method
 
@@ -254,8 +257,7 @@ class Tracing(fx.Interpreter):
     def _pooled(self, own: Sequence[tuple[Use, Piece]]) -> bool:
         def simple(use: Use, piece: Piece) -> bool:
             if isinstance(piece, SitePiece):
-                one_group = not piece.static[3] or piece.static[3][-1] == 1
-                return use.whole and one_group and "/all/" not in self.plan.recipe
+                return use.whole and piece.static.groups == 1 and piece.static.recipe.outputs != "all"
             return use.whole and isinstance(piece, EmbeddingPiece)
 
         return all(simple(use, piece) for use, piece in own)

@@ -17,14 +17,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dpquant_compile.backends.ops.private_site import empty_packed, pack_weight
-from dpquant_compile.backends.ops.site import site_call
 from dpquant_compile.engine_interface import Internals
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.batch.verify_isolation import verify_isolation
-from dpquant_compile.passes.precision.insert_switches import site_arguments
+from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.runner import bind_inputs, run_passes
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Plan, packed_key
@@ -327,7 +326,7 @@ class Session:
             if low := bool(table.policy[row]):
                 state += (value._version, int(table.keys[row, 0]))
             if self._packed.get(key, (None,))[0] != state:
-                call = site_call(**site_arguments(node, row, str(self.internals.spec.recipe)))
+                call = call_at(node, row, str(self.internals.spec.recipe))
                 packed = pack_weight(value, table.keys, call) if low else empty_packed(value, call)
                 self._packed[key] = (state, packed, value)  # held, so that its address stays its own
             weights[key] = self._packed[key][1]

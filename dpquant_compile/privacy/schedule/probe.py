@@ -16,21 +16,22 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpquant_compile.backends.ops.site import output_shape, plain_dtypes, site_call
+from dpquant_compile.backends.ops.site import output_shape, plain_dtypes
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, fold
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.passes.canonical.canonicalize import CONVS
-from dpquant_compile.passes.precision.insert_switches import site_arguments
+from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.runner import bind_inputs, run_passes
 from dpquant_compile.privacy.clipping.parameter_uses import axis_of
 from dpquant_compile.privacy.clipping.runtime import Session, padded, real_rows
 from dpquant_compile.privacy.data.poisson_loader import PrivateLoader
 from dpquant_compile.privacy.hooks import refuse_hooks
-from dpquant_compile.sites import BatchAxis
+from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 __all__ = ["Batch", "Probe", "draw_batch", "unpack_pair"]
 
@@ -191,9 +192,8 @@ class _Run(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         # Without the taps that only meet padding, which on small maps are most of a kernel.
         x, weight, bias, stride, padding, dilation, groups = args
-        geometry = [*stride, *padding, *dilation, groups]
-        op = f"conv{CONVS.index(target) + 1}d"
-        call = site_call(op, -1, 0, self._recipe, [0, 1, 1, 0, 1, 1], geometry)
+        op, geometry = f"conv{CONVS.index(target) + 1}d", ConvGeometry(stride, padding, dilation, groups)
+        call = SiteCall(op, Recipe.parse(self._recipe), BatchAxis(0), BatchAxis(0), geometry, -1, 0)
         sizes = tuple(x.shape), tuple(weight.shape)
         shapes = Shapes(*sizes, output_shape(*sizes, call.geometry), x.shape[0])
         return FULL_SITE.forward(x, weight, bias, shapes, call)
@@ -233,8 +233,7 @@ class _Run(fx.Interpreter):
     def _low(self, node: fx.Node) -> Tensor:
         """A site in low precision, group by group."""
         row = self._rows[node.meta["site"].name]
-        op, site, call, geometry, axes, recipe = site_arguments(node, row, self._recipe).values()
-        spec = site_call(op, site, call, recipe, axes, geometry)
+        spec = call_at(node, row, self._recipe)
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
         low = choose_kernel(spec, x.device).kernel.arithmetic
         with plain_dtypes(x):

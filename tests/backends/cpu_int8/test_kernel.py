@@ -14,7 +14,7 @@ import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
 from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forward_table
-from dpquant_compile.backends.cpu_int8.plans import FORMATS, Sizes, plan_of, sizes_of, table_of
+from dpquant_compile.backends.cpu_int8.sized_call import FORMATS, Sizes, sized_call, sizes_of, table_of
 from dpquant_compile.backends.cpu_int8.weights import packing
 from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.reference.emulated import key_of
@@ -210,7 +210,7 @@ def test_any_linear_is_exact(fmt: str, lead: list[int], width: int, features: in
 def test_tiles_across_samples_are_exact(batch: int) -> None:
     """On small maps a tile takes one pixel of several samples; the last tile may not be full."""
     case = conv_case("luq_fp4", batch, 20, 18, (2, 3), (3, 3), (1, 1), (1, 1), (1, 1), 1, 3, True)
-    plan, rows = plan_of(case.shapes, case.call), native.load().rows
+    plan, rows = sized_call(case.shapes, case.call), native.load().rows
     for product in (plan.forward, plan.backward):
         assert product.table.across(batch, rows) and not product.table.across(1, rows)
     check(case)
@@ -319,14 +319,14 @@ def test_kernels_for_older_processors_agree(
     older = native.Library(native.build(target))
     assert older.name == name
     monkeypatch.setattr(native, "load", lambda: older)
-    for cached in (plan_of, packing):
+    for cached in (sized_call, packing):
         cached.cache_clear()  # they know the sizes of this machine's tiles
     try:
         check(conv_case("luq_fp4", 3, 20, 18, (7, 6), (3, 3), (2, 1), (1, 1), (1, 1), 1, 7))
         check(conv_case("luq_fp4", 5, 16, 40, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), 2, 7))
         check(linear_case("uniform4", (3, 4, 21), BatchAxis(0), 9, 8))
     finally:
-        for cached in (plan_of, packing):
+        for cached in (sized_call, packing):
             cached.cache_clear()
 
 

@@ -16,7 +16,7 @@ from dpquant_compile.backends.registry import Shapes, SiteCall
 from dpquant_compile.numerics.quantize import to_samples
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["FORMATS", "Plan", "Sizes", "empty_samples", "layout_of", "plan_of", "sizes_of", "table_of"]
+__all__ = ["FORMATS", "SizedCall", "Sizes", "empty_samples", "layout_of", "sized_call", "sizes_of", "table_of"]
 
 FORMATS = {"luq_fp4": Codes(0, 64, 128), "uniform4": Codes(1, 8, 15)}
 
@@ -64,7 +64,7 @@ class Product:
     table: Table
 
 
-class Plan:
+class SizedCall:
     """One call at given sizes. A product's input is read by `read` and `read_table`: unfolded, with its taps among the
     channels, where a tap has only few of those."""
 
@@ -117,9 +117,9 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan_of(shapes: Shapes, call: SiteCall) -> Plan:
-    """The plan of a call."""
-    return Plan(shapes, call)
+def sized_call(shapes: Shapes, call: SiteCall) -> SizedCall:
+    """What is fixed about a call at these sizes."""
+    return SizedCall(shapes, call)
 
 
 # How tensors lie in memory: the C++ takes and gives samples by pixels by channels.
