@@ -158,7 +158,7 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_reader_that_leaves_early_is_no_traceback(tmp_path: Path) -> None:
-    line = f"{shlex.quote(sys.executable)} -m dpquant_compile.cli recipes --json | true"
+    line = f"{shlex.quote(sys.executable)} -m dpquant_compile.cli tasks --json | true"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
 
@@ -204,7 +204,7 @@ def test_sites_tells_of_batch_norm(build: str, told: bool, here: Path, capsys: p
     assert ("will refuse this model: layer '1' (BatchNorm2d)" in capsys.readouterr().err) == told
 
 
-def test_sites_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sites_of_a_task(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sites", "cnn-digits", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["sites"]) == 8 and shown["flops"] > 0
@@ -213,7 +213,7 @@ def test_sites_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such-recipe"], "is no recipe. Recipes: resnet18-cifar10"),
+        (["no-such-task"], "is no task. Tasks: resnet18-cifar10"),
         (["no_such_module:build"], "ModuleNotFoundError"),
         (["tiny_models:nothing"], "AttributeError"),
         (["tiny_models:number"], "gives a int, not a torch.nn.Module"),
@@ -314,14 +314,14 @@ def test_plan_asks_one_question() -> None:
         assert end.value.code == 2
 
 
-# recipes and bench
+# tasks and bench
 
 
-def test_recipes_are_all_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--json"]) == 0
-    listed = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)["recipes"]}
-    assert tuple(listed) == lab.recipe_names() and all(recipe["data"] for recipe in listed.values())
-    assert main(["recipes", "--small"]) == 0
+def test_tasks_are_all_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "--json"]) == 0
+    listed = {task["name"]: task for task in json.loads(capsys.readouterr().out)["tasks"]}
+    assert tuple(listed) == lab.task_names() and all(task["data"] for task in listed.values())
+    assert main(["tasks", "--small"]) == 0
     printed = capsys.readouterr().out
     assert "cnn-digits" in printed and "resnet50-gtsrb" not in printed and "--data" in printed
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from dpquant_compile import __version__
-from dpquant_compile.cli import bench, plan, recipes, report, sites, sweep, train
+from dpquant_compile.cli import bench, plan, report, sites, sweep, tasks, train
 from dpquant_compile.cli.command import BAD_INPUT, FAILED, INTERRUPTED, Command, RunFailedError
 from dpquant_compile.errors import DPQuantError, did_you_mean
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS: tuple[Command, ...] = (
-    recipes.COMMAND,
+    tasks.COMMAND,
     sites.COMMAND,
     plan.COMMAND,
     train.COMMAND,

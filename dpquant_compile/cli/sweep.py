@@ -21,7 +21,7 @@ A grid file is TOML or JSON. `base` holds fields that all runs share, named as t
 underscores; each table of `grids` is a product over its lists:
 
   [base]
-  recipe = "cnn-digits"
+  task = "cnn-digits"
 
   [[grids]]
   scheduler = ["pls", "static"]

@@ -13,7 +13,7 @@ from dpquant_compile.privacy.atomic_file import write_whole
 
 __all__ = ["EpochRow", "RunResult", "find_runs", "read_run", "write_run"]
 
-VERSION = 2
+VERSION = 3
 RESULT = "result.json"
 
 
@@ -61,7 +61,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunResult":
-        """From what stands in the file. Version 1 had `secure_mode` in place of `reproducible`."""
+        """From what stands in the file. Results up to version 2 name the task `recipe`, and are refused."""
         known = dict(values)
         if (version := known.pop("version", None)) != VERSION:
             raise LabError(

@@ -1,4 +1,4 @@
-"""`train`: one run of a recipe, from a configuration to a run folder; what was interrupted goes on where it was."""
+"""`train`: one run of a task, from a configuration to a run folder; what was interrupted goes on where it was."""
 
 import json
 import math
@@ -22,8 +22,8 @@ from dpquant_compile.errors import LabError
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.models import seeded
-from dpquant_compile.lab.recipes import TrainRecipe, get_recipe
 from dpquant_compile.lab.results import RESULT, EpochRow, RunResult, read_run, write_run
+from dpquant_compile.lab.tasks import Task, get_task
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.policy import resolve_budget
 from dpquant_compile.privacy.accounting.planning import plan
@@ -79,11 +79,11 @@ class Run:
         self.config, self.folder = config, folder
         self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
         self.rows: list[EpochRow] = []
-        self.split = _data(get_recipe(config.recipe), config.data)
-        assert config.batch_size is not None  # recipes say which
+        self.split = _data(get_task(config.task), config.data)
+        assert config.batch_size is not None  # tasks say which
         private, size = config.privacy == "dp", len(self.split.train_x)
         if config.batch_size > size:
-            raise LabError(f"batch_size={config.batch_size}: {config.recipe} has {size} samples to train on")
+            raise LabError(f"batch_size={config.batch_size}: {config.task} has {size} samples to train on")
         if private and config.delta is not None and config.delta * size >= 1:
             warnings.warn(
                 f"delta={config.delta:g} is not below 1/N = {1 / size:.2g}: with such a δ a mechanism may publish a "
@@ -109,7 +109,7 @@ class Run:
     def _begin(self, noise: float) -> None:
         """Make everything private, and go on from the last checkpoint."""
         config = self.config
-        assert config.max_grad_norm is not None and config.batch_size is not None  # recipes say which
+        assert config.max_grad_norm is not None and config.batch_size is not None  # tasks say which
         parts: Any = self.engine.make_private(
             module=self.model.train(),
             optimizer=_optimizer(config, self.model),
@@ -128,7 +128,7 @@ class Run:
 
     def epochs(self) -> Iterator[EpochRow]:
         """Train the epochs that are left."""
-        assert self.config.epochs is not None  # recipes say how many
+        assert self.config.epochs is not None  # tasks say how many
         while len(self.rows) < self.config.epochs:
             number = len(self.rows)
             begun, policy = time.perf_counter(), tuple(sorted(self.model.policy))
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def _delta(self) -> float:
-        assert self.config.delta is not None  # recipes say which
+        assert self.config.delta is not None  # tasks say which
         return self.config.delta
 
     def _claim(self) -> None:
@@ -229,7 +229,7 @@ class Run:
     def _accuracy(self, policy: "str | tuple[str, ...]") -> float:
         """The share of right answers on the test data, with these sites in low precision.
 
-        Low precision is what train() runs; the models of the recipes have no dropout or the like, that train() changes.
+        Low precision is what train() runs; the models of the tasks have no dropout or the like, that train() changes.
         """
         own = tuple(self.model.policy)
         self.model.train(policy != "none")
@@ -268,33 +268,33 @@ class Run:
 
 
 @lru_cache(maxsize=2)
-def _data(recipe: TrainRecipe, folder: str | None) -> Split:
+def _data(task: Task, folder: str | None) -> Split:
     path = None if folder is None else Path(folder)
     if path is not None and not path.is_dir():
         raise LabError(f"data={folder!r} is no folder")
-    return recipe.data(path)
+    return task.data(path)
 
 
 @lru_cache(maxsize=2)
-def _compiled(recipe: TrainRecipe, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
-    """A recipe's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
-    model = recipe.model(None if folder is None else Path(folder))
-    example = _data(recipe, folder).train_x[:2]
+def _compiled(task: Task, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
+    """A task's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
+    model = task.model(None if folder is None else Path(folder))
+    example = _data(task, folder).train_x[:2]
     return compile_model(
         model,
         budget=0,
         format=number_format,
         quantize_outputs=outputs,
-        inner=recipe.inner,
+        inner=task.inner,
         example_inputs=(example,),
     )
 
 
 def _fresh(config: RunConfig) -> CompiledModule:
     """The compiled model as a run of this seed begins. Its rounding in training follows the engine's secret."""
-    model = _compiled(get_recipe(config.recipe), config.data, config.format, config.quantize_outputs)
+    model = _compiled(get_task(config.task), config.data, config.format, config.quantize_outputs)
     folder = None if config.data is None else Path(config.data)
-    model.load_state_dict(seeded(partial(get_recipe(config.recipe).model, folder), config.seed).state_dict())
+    model.load_state_dict(seeded(partial(get_task(config.task).model, folder), config.seed).state_dict())
     # An evaluation in low precision draws public bits by step; runs that begin this far apart never use the same.
     model.step = config.seed << 24
     return model
@@ -314,7 +314,7 @@ def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
 
 
 def _rate(config: RunConfig, epoch: int) -> float:
-    assert config.lr is not None and config.epochs is not None  # recipes say both
+    assert config.lr is not None and config.epochs is not None  # tasks say both
     left = 1 - epoch / config.epochs
     factors = {"none": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
     return config.lr * factors[config.lr_decay or "none"]
