@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpquant_compile import format_names
 from dpquant_compile.backends.ops.site import axis_list, geometry_list
 from dpquant_compile.backends.ops.specialised_site import low_precision_site
 from dpquant_compile.numerics import rounding
+from dpquant_compile.numerics.formats import format_names
 from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.random_bits import ROLES, fold, site_keys
 from dpquant_compile.sites import BatchAxis, ConvGeometry
