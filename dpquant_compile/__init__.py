@@ -1,5 +1,6 @@
 """dpquant_compile: a compiler for private low-precision training in PyTorch."""
 
+import dpquant_compile.cli.interrupt  # noqa: F401  # first, for a Ctrl-C during the imports below
 from dpquant_compile import errors
 from dpquant_compile.api import compile
 from dpquant_compile.batchnorm import replace_batch_norm

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -366,3 +369,37 @@ def test_bench_of_what_is_not_there(checkout: Path, capsys: pytest.CaptureFixtur
     (checkout / "benchmarks" / "quick.py").unlink()
     assert main(["bench"]) == 2
     assert "not part of the installed package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", ["-m", "script"])
+def test_an_interrupt_during_imports_is_one_line(start: str, tmp_path: Path) -> None:
+    script = tmp_path / "dpquant"  # as pip makes it
+    script.write_text("import sys\nfrom dpquant_compile.cli.main import main\nsys.exit(main())\n")
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, *(["-m", "dpquant_compile.cli"] if start == "-m" else [str(script)]), "tasks"]
+    root = str(Path(dpq.__file__).parents[1])
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job is born ignoring it
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
+        preexec_fn=heed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (130, "dpquant: interrupted\n")
+
+
+def test_an_interrupt_of_another_program_is_not_touched() -> None:
+    code = "import signal, dpquant_compile; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plan_refuses_a_batch_beyond_the_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --target-epsilon 3 --delta 1e-5 --dataset-size 100 --batch-size 101 --epochs 2".split()
+    assert main(words) == 2
+    assert "--batch-size 101 is more than --dataset-size 100" in capsys.readouterr().err

@@ -68,8 +68,9 @@ def test_train_writes_a_run_folder_and_prints_it(task: str, here: Path, capsys: 
     shown = json.loads(said.out)
     folder = here / shown["folder"]
     assert folder.parent == here / "runs" and folder.name == shown["key"]
-    for name in ("config.json", "log.jsonl", "ledger.json", "checkpoint.pt", "result.json"):
+    for name in ("config.json", "log.jsonl", "ledger.json", "checkpoint.pt", "model.pt", "result.json"):
         assert (folder / name).exists(), name
+    assert here / shown["model"] == folder / "model.pt"
     held = lab.read_run(folder)
     assert (held.config.seed, held.config.budget, held.config.epochs) == (3, 0.5, 2)
     assert shown["accuracy"] == held.accuracy and shown["epsilons"] == dict(held.epsilons)

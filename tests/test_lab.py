@@ -150,13 +150,18 @@ def test_a_run_leaves_a_folder_that_can_be_read(tiny: str, tmp_path: Path) -> No
         "log.jsonl",
         "ledger.json",
         "checkpoint.pt",
+        "model.pt",
         "result.json",
     }
+    held, last = (torch.load(tmp_path / "run" / name, weights_only=True) for name in ("model.pt", "checkpoint.pt"))
+    assert list(held) == list(tiny_model(None).state_dict()), "the names are those of the task's own model"
+    assert all(torch.equal(value, last["dpquant"]["model"][name]) for name, value in held.items())
     assert all(len(row.policy) == 2 for row in result.epochs), "three quarters of three sites, rounded"
     assert set(result.epsilons) == {"training", "analysis"}
     assert result.epsilon is not None and result.epsilons["training"] < result.epsilon
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [tuple(line["policy"]) for line in log] == [row.policy for row in result.epochs]
+    assert [line["epoch"] for line in log] == [row.epoch for row in result.epochs] == [1, 2, 3, 4]
 
 
 def test_a_second_run_of_one_process_is_not_touched_by_the_first(tiny: str, tmp_path: Path) -> None:

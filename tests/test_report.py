@@ -248,6 +248,14 @@ def test_a_page_says_where_the_randomness_came_from(number: int, tmp_path: Path)
     assert SEEDS not in words_of([*fresh, control], tmp_path / "d.html")
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_page_says_whom_its_epsilon_protects(number: int, tmp_path: Path) -> None:
+    said = words_of([make_run(seed=seed) for seed in range(number)], tmp_path / "a.html")
+    assert said.count("Unit of privacy: one sample of the dataset.") == 1
+    assert said.count("neighbours if one is the other with one sample of the dataset added or removed") == 1
+    assert "Unit of privacy" not in words_of([make_run(privacy="none", budget=0.0)], tmp_path / "b.html")
+
+
 @pytest.mark.parametrize("task", ["cnn-digits", "cnn-gtsrb-small"])
 def test_a_page_of_both_kinds_says_which_is_which(task: str, tmp_path: Path) -> None:
     runs = [make_run(), make_run(seed=1), make_run(task=task, reproducible=True)]

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dpquant_compile.cli.command import DONE, Command
+from dpquant_compile.cli.command import DONE, Command, InputError
 
 if TYPE_CHECKING:
     from dpquant_compile.cli.output import Output
@@ -40,6 +40,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, output: "Output") -> int:
     import dpquant_compile as dpq
 
+    if 0 < args.dataset_size < args.batch_size:
+        raise InputError(
+            f"--batch-size {args.batch_size} is more than --dataset-size {args.dataset_size}: a batch is drawn from "
+            "the dataset. Fix: give a batch size of at most the dataset's size"
+        )
     made = dpq.plan(
         target_epsilon=args.target_epsilon,
         noise_multiplier=args.noise_multiplier,

@@ -195,7 +195,7 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
 
 def document(result: "RunResult", folder: Path) -> dict[str, Any]:
     """A run's result as `--json` prints it."""
-    return {**result.to_json(), "folder": folder}
+    return {**result.to_json(), "folder": folder, "model": folder / "model.pt"}
 
 
 def _show(result: "RunResult", folder: Path, output: "Output") -> None:
@@ -216,7 +216,7 @@ def _show(result: "RunResult", folder: Path, output: "Output") -> None:
         else:
             rows.append(("noise, batches, rounding", "from the operating system's entropy"))
     rows += [(f"seconds of {stage}", number(value, 1)) for stage, value in result.seconds.items()]
-    rows.append(("folder", str(folder)))
+    rows += [("folder", str(folder)), ("model, a state_dict", str(folder / "model.pt"))]
     output.result(document(result, folder), table(("", ""), rows, title=result.key))
 
 

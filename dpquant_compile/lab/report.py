@@ -28,6 +28,7 @@ from dpquant_compile.lab.charts import budget_chart, marker, shapes, stacked_bar
 from dpquant_compile.lab.results import RunResult
 from dpquant_compile.lab.run_page import legend, run_section
 from dpquant_compile.lab.tables import EVALUATIONS, Panel, Row, compare, fronts, panels, series_name, summarise, varying
+from dpquant_compile.privacy.accounting.statement import UNIT, claim_for
 
 __all__ = ["TIMES_WARNING", "markdown_table", "summarise", "write_report"]
 
@@ -82,8 +83,9 @@ def _resource(name: str) -> str:
 
 
 def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
-    timed = times and any(run.epsilon is not None for run in runs)
-    claim = "".join(f"<p>{text}</p>" for text in (_randomness(runs), TIMES_WARNING if timed else "") if text)
+    private = any(run.epsilon is not None for run in runs)
+    said = (" ".join(claim_for(UNIT)) if private else "", _randomness(runs), TIMES_WARNING if times and private else "")
+    claim = "".join(f"<p>{text}</p>" for text in said if text)
     if len(runs) == 1:
         return f"<p>One training run.</p>{claim}"
     text = (

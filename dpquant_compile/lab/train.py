@@ -22,7 +22,7 @@ from dpquant_compile.errors import LabError
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.models import seeded
-from dpquant_compile.lab.results import RESULT, EpochRow, RunResult, read_run, write_run
+from dpquant_compile.lab.results import MODEL, RESULT, EpochRow, RunResult, read_run, write_json, write_run
 from dpquant_compile.lab.tasks import Task, get_task
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.policy import resolve_budget
@@ -47,7 +47,8 @@ def train(
 ) -> RunResult:
     """Run `config` in `folder`, or the rest of it if it was interrupted; a finished run is only read.
 
-    The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, result.json.
+    The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, model.pt (the
+    state_dict) and result.json.
     A folder that belongs to another configuration is refused. `progress` is told of every epoch when it is over.
 
     Guarantee: a run that goes on makes the steps since its last checkpoint again, with new randomness, and the ledger
@@ -147,7 +148,7 @@ class Run:
             yield self.rows[-1]
 
     def finish(self) -> RunResult:
-        """Write the result. ε is that of the whole run: no analysis follows the last epoch."""
+        """Write the model and the result. ε is that of the whole run: no analysis follows the last epoch."""
         last, private = self.rows[-1], self.config.privacy == "dp"
         result = RunResult(
             key=self.config.key,
@@ -164,6 +165,7 @@ class Run:
             seconds=dict(self.seconds),
             versions={"torch": torch.__version__, "dpquant_compile": dpquant_compile.__version__},
         )
+        write_whole(self.folder / MODEL, lambda file: torch.save(self.model.state_dict(), file))
         write_run(result, self.folder)
         return result
 
@@ -185,8 +187,7 @@ class Run:
                     "Fix: another folder, or the same settings as before to go on"
                 )
             return
-        text = json.dumps(own, indent=1)
-        write_whole(path, lambda file: file.write(text.encode()))
+        write_json(path, own)
 
     def _scheduler(self) -> Scheduler:
         config, names = self.config, self.model.sites.names
