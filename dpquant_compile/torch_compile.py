@@ -100,9 +100,9 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
     device = next((value.device for value in example_inputs if isinstance(value, Tensor)), torch.device("cpu"))
     handle = _handle(options, spec, select_sites(found, chosen), device)
     handle.log += log
-    table, rows = handle.dispatcher.table, {name: row for row, name in enumerate(handle.sites.names)}
+    table = handle.dispatcher.table
     _add_inputs(graph)
-    switched = pipeline.rewritten(graph, table, rows, str(spec.recipe), log)
+    switched = pipeline.rewritten(graph, table, handle.dispatcher.rows, str(spec.recipe), log)
     handle.graphs.append(switched)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     carriers = [i for i, node in enumerate(nodes) if "state" not in node.meta and _size(example_inputs[i]) == batch]

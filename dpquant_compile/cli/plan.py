@@ -70,16 +70,17 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
 
 
 def _show(made: "Plan", output: "Output") -> None:
-    from dpquant_compile.cli.output import number, table
+    from dpquant_compile.cli.output import table
+    from dpquant_compile.lab.cells import show_number
 
-    rows = [("training", str(made.steps), f"{made.sample_rate:.6f}", made.noise_multiplier, made.epsilons["training"])]
-    if made.analyses:
-        alone = made.epsilons["analysis"]
-        rows.append(("analysis", str(made.analyses), f"{made.analysis_rate:.6f}", made.sigma_measure, alone))
-    cells = [(name, steps, q, number(sigma), number(epsilon, 4)) for name, steps, q, sigma, epsilon in rows]
-    cells.append(("together", "", "", "", number(made.epsilon, 4)))
+    cells = [
+        (name, str(steps), show_number(q, 6), show_number(sigma, 3), show_number(epsilon, 4))
+        for name, steps, q, sigma, epsilon in made.spends
+    ]
+    together = show_number(made.epsilon, 4)
+    cells.append(("together", "", "", "", together))
     if made.target_epsilon is None:
-        answer = f"ε = {number(made.epsilon, 4)}"
+        answer = f"ε = {together}"
     else:
         answer = f"σ = {made.noise_multiplier:g} keeps ε = {made.target_epsilon:g}"
     title = f"{answer} at δ = {made.delta:g} ({made.accountant})"

@@ -176,7 +176,8 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
     """Prints a line for each epoch, above a bar where standard error is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dpquant_compile.cli.output import number, share
+    from dpquant_compile.cli.output import share
+    from dpquant_compile.lab.cells import show_number
 
     columns = (TextColumn("epochs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     line = "{:>6}  {:>9}  {:>9}  {:>8}  {:>8}  {}".format
@@ -186,7 +187,12 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
         def show(row: "EpochRow") -> None:
             if bar.tasks[0].completed == 0:
                 output.log.print(line("epoch", "accuracy", "low", "ε", "seconds", "sites in low precision"))
-            figures = share(row.accuracy), share(row.accuracy_low), number(row.epsilon), number(row.seconds, 1)
+            figures = (
+                share(row.accuracy),
+                share(row.accuracy_low),
+                show_number(row.epsilon, 3),
+                show_number(row.seconds, 1),
+            )
             output.log.print(line(row.epoch, *figures, len(row.policy)))
             bar.update(task, completed=row.epoch)
 
@@ -194,12 +200,15 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
 
 
 def document(result: "RunResult", folder: Path) -> dict[str, Any]:
-    """A run's result as `--json` prints it."""
-    return {**result.to_json(), "folder": folder, "model": folder / "model.pt"}
+    """A run's result as `--json` prints it, with the files of its folder that are for use."""
+    from dpquant_compile.lab.results import MODEL
+
+    return {**result.to_json(), "folder": folder, "model": folder / MODEL}
 
 
 def _show(result: "RunResult", folder: Path, output: "Output") -> None:
-    from dpquant_compile.cli.output import number, share, table
+    from dpquant_compile.cli.output import share, table
+    from dpquant_compile.lab.cells import show_number
 
     rows = [
         ("accuracy on test data", share(result.accuracy)),
@@ -209,15 +218,16 @@ def _show(result: "RunResult", folder: Path, output: "Output") -> None:
     if result.epsilon is None:
         rows.append(("privacy", "none: a control"))
     else:
-        rows.append((f"ε at δ = {result.delta:g}", number(result.epsilon)))
-        rows += [(f"  {purpose} by itself", number(value)) for purpose, value in result.epsilons.items()]
+        rows.append((f"ε at δ = {result.delta:g}", show_number(result.epsilon, 3)))
+        rows += [(f"  {purpose} by itself", show_number(value, 3)) for purpose, value in result.epsilons.items()]
         if result.config.reproducible:
             rows.append(("it holds if", "nobody knows the seed. For real data: without --reproducible"))
         else:
             rows.append(("noise, batches, rounding", "from the operating system's entropy"))
-    rows += [(f"seconds of {stage}", number(value, 1)) for stage, value in result.seconds.items()]
-    rows += [("folder", str(folder)), ("model, a state_dict", str(folder / "model.pt"))]
-    output.result(document(result, folder), table(("", ""), rows, title=result.key))
+    rows += [(f"seconds of {stage}", show_number(value, 1)) for stage, value in result.seconds.items()]
+    found = document(result, folder)
+    rows += [("folder", str(folder)), ("model, a state_dict", str(found["model"]))]
+    output.result(found, table(("", ""), rows, title=result.key))
 
 
 COMMAND = Command(

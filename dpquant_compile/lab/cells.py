@@ -29,11 +29,11 @@ _COLUMNS = ("task", "privacy", "format", "budget", "scheduler", "estimator", "op
 
 
 def show_number(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
-    """A number with so many decimals, with a true minus sign; a dash for None and NaN."""
+    """A number with so many decimals, with a true minus sign and ∞; a dash for None and NaN."""
     if value is None or math.isnan(value):
         return MISSING
     text = f"{value:{'+' if signed else ''}.{digits}f}"
-    return text.replace("-", "−")
+    return text.replace("-", "−").replace("inf", "∞")
 
 
 def show_percent(stat: Stat, *, of: int | None = None) -> str:

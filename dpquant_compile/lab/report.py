@@ -2,10 +2,8 @@
 
 import base64
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -29,9 +27,11 @@ from dpquant_compile.lab.results import RunResult
 from dpquant_compile.lab.run_page import legend, run_section
 from dpquant_compile.lab.tables import EVALUATIONS, Panel, Row, compare, fronts, panels, series_name, summarise, varying
 from dpquant_compile.privacy.accounting.statement import UNIT, claim_for
+from dpquant_compile.view.template import fill_template, read_resource
 
 __all__ = ["TIMES_WARNING", "markdown_table", "summarise", "write_report"]
 
+_HERE = "dpquant_compile.lab"
 TIMES_WARNING = (
     "Times depend on the data that was drawn and are not covered by ε: publish them only where the data is public."
 )
@@ -68,18 +68,12 @@ def write_report(
         "lead": _lead(rows, ordered, times),
         "shapes": shapes(),
         "body": body + ("" if graph is None else _graph(graph)),
-        "css": _resource("report.css"),
-        "script": _resource("report.js"),
+        "css": read_resource(_HERE, "report.css"),
+        "script": read_resource(_HERE, "report.js"),
     }
-    # One pass over the template, so that text put in is never itself taken for a slot.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("report.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(fill_template(_HERE, "report.html", parts), encoding="utf-8")
     return path
-
-
-def _resource(name: str) -> str:
-    return files("dpquant_compile.lab").joinpath(name).read_text(encoding="utf-8")
 
 
 def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:

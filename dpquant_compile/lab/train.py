@@ -326,42 +326,18 @@ def _noise(config: RunConfig, size: int) -> float:
     if config.noise_multiplier is not None:
         return config.noise_multiplier
     measures = config.scheduler in ("dpquant", "greedy") and 0 < config.budget < 1
-    return _planned(
-        config.target_epsilon or math.inf,
-        config.delta or 0.0,
-        size,
-        config.batch_size or 1,
-        config.epochs or 1,
-        config.n_interval or 2,
-        config.n_sample,
-        config.physical or 1,
-        config.sigma_measure,
-        config.estimator if measures else None,
-    )
-
-
-@lru_cache
-def _planned(
-    target: float,
-    delta: float,
-    size: int,
-    batch: int,
-    epochs: int,
-    interval: int,
-    sample: float | None,
-    physical: int,
-    sigma: float | None,
-    estimator: str | None,
-) -> float:
-    return plan(
-        target_epsilon=target,
-        delta=delta,
+    return _plan(
+        target_epsilon=config.target_epsilon or math.inf,
+        delta=config.delta or 0.0,
         dataset_size=size,
-        batch_size=batch,
-        epochs=epochs,
-        n_interval=interval,
-        n_sample=sample,
-        max_physical_batch_size=physical,
-        sigma_measure=sigma,
-        estimator=estimator,
+        batch_size=config.batch_size or 1,
+        epochs=config.epochs or 1,
+        n_interval=config.n_interval or 2,
+        n_sample=config.n_sample,
+        max_physical_batch_size=config.physical or 1,
+        sigma_measure=config.sigma_measure,
+        estimator=config.estimator if measures else None,
     ).noise_multiplier
+
+
+_plan = lru_cache(plan)  # the runs of a sweep ask for the same few plans, and each takes seconds
