@@ -53,14 +53,14 @@ evidence: $(STAMP)
 	    --times $(if $(DATA),--data $(DATA)); \
 	done
 	@set -e; for name in estimator_ranks gradient_norms training_signal known_ranks; do \
-	  $(BIN)/python experiments/$$name.py --recipe cnn-digits --out $(RUNS)/$${name}_digits.json; \
+	  $(BIN)/python experiments/$$name.py --task cnn-digits --out $(RUNS)/$${name}_digits.json; \
 	done
 ifdef DATA
-	$(BIN)/python experiments/estimator_ranks.py --recipe cnn-gtsrb-small --data $(DATA) --at 2 4 --oracle 4 --repeats 4 \
+	$(BIN)/python experiments/estimator_ranks.py --task cnn-gtsrb-small --data $(DATA) --at 2 4 --oracle 4 --repeats 4 \
 	  --out $(RUNS)/estimator_ranks_gtsrb.json
-	$(BIN)/python experiments/training_signal.py --recipe cnn-gtsrb-small --data $(DATA) \
+	$(BIN)/python experiments/training_signal.py --task cnn-gtsrb-small --data $(DATA) \
 	  --out $(RUNS)/training_signal_gtsrb.json
-	$(BIN)/python experiments/known_ranks.py --recipe cnn-gtsrb-small --data $(DATA) --epochs 6 --epsilon 4 \
+	$(BIN)/python experiments/known_ranks.py --task cnn-gtsrb-small --data $(DATA) --epochs 6 --epsilon 4 \
 	  --out $(RUNS)/known_ranks_gtsrb.json
 endif
 	$(BIN)/python experiments/figures.py --results $(RUNS) --out $(RUNS)

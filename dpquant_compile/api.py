@@ -32,7 +32,7 @@ def compile(
 
     model             any module; torch.fx traces it now, or Dynamo at the first forward
     budget            how many sites run in low precision: an int k, or a fraction such as 0.75
-    format            number format, "luq_fp4" if not given; see `dpquant_compile.format_names()`
+    format            number format, "luq_fp4" if not given; see `dpquant_compile.numerics.formats.format_names()`
     backend           kernels of the quantized sites: "auto" picks the best for each, "reference" is plain torch
     sites             which convs and linears to consider: a name pattern, a module type, an op, a function of a
                       `Site`, or a list of these; all if None

@@ -122,7 +122,7 @@ class PrivateTrainingError(DPQuantError, RuntimeError):
 
 
 class LabError(DPQuantError, ValueError):
-    """A recipe, a configuration, data or a run folder of the lab that cannot be used."""
+    """A task, a configuration, data or a run folder of the lab that cannot be used."""
 
 
 class LedgerError(DPQuantError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The dispatcher: this step's policy, random streams and sample ids, as the data of a compiled program."""
+"""The link table that a compiled program reads (policy, random keys, sample ids), and the dispatcher that fills it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -54,6 +54,11 @@ class Dispatcher:
         self._shown: tuple[Any, ...] | None = None
         self._placed = True  # whether the table's ids are the places in the batch
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """The row of each site in the link table."""
+        return {name: row for row, name in enumerate(self.names)}
+
     def set_policy(self, policy: "str | Iterable[str]") -> Policy:
         self.policy = resolve_policy(policy, self.names)
         return self.policy
@@ -73,30 +78,20 @@ class Dispatcher:
 
         `bits` and `ids` are of private training; without them the bits are those of the seed and of `sample_ids`.
         """
-        with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
-            self._begin(batch, device, low, parameters, bits or self.bits, self.sample_ids if ids is None else ids)
-
-    def _begin(
-        self,
-        batch: int,
-        device: torch.device,
-        low: bool,
-        parameters: Iterable[Tensor] | None,
-        bits: RandomBits,
-        ids: Tensor | None,
-    ) -> None:
+        bits = bits or self.bits
         if parameters is not None:
             versions = _versions(parameters)
             if self._versions is not None and versions != self._versions:
                 self.step += 1
             self._versions = versions
-        table = self.table
-        self._show_samples(batch, device, ids, bits)
         wanted = (self.policy if low else None, bits, self.step, device)
-        if wanted != self._shown:
-            table.policy = torch.tensor(self.policy.mask if low else [False] * len(self.names), dtype=torch.bool)
-            table.keys = bits.site_keys(self.step, self.names).to(device)
-            self._shown = wanted
+        with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
+            self._show_samples(batch, device, self.sample_ids if ids is None else ids, bits)
+            if wanted != self._shown:
+                mask = self.policy.mask if low else [False] * len(self.names)
+                self.table.policy = torch.tensor(mask, dtype=torch.bool)
+                self.table.keys = bits.site_keys(self.step, self.names).to(device)
+                self._shown = wanted
 
     def extend(self, names: Sequence[str]) -> None:
         """Add sites; the rows of the others stay."""

@@ -213,8 +213,7 @@ class CompiledModule(nn.Module):
             self._dispatcher.step, self._dispatcher.sample_ids = old.step, old.sample_ids
             self._keep_policy(old)
         self._pending = None
-        rows = {name: row for row, name in enumerate(self._dispatcher.names)}
-        return self._dispatcher.table, rows
+        return self._dispatcher.table, self._dispatcher.rows
 
     def _keep_policy(self, old: Dispatcher) -> None:
         """Carry a policy that was set on declared sites over to the ones that the graph has."""
@@ -239,8 +238,7 @@ class CompiledModule(nn.Module):
         computes under that policy: bit for bit in reference arithmetic.
         """
         chosen = self._resolve(policy)
-        rows = {name: row for row, name in enumerate(self._dispatcher.names)}
-        base, table = self._programs.readable(), self._dispatcher.table
+        base, table, rows = self._programs.readable(), self._dispatcher.table, self._dispatcher.rows
         gm = pipeline.specialised(base, table, chosen, rows, str(self._spec.recipe), self._programs.log)
         gm.register_forward_pre_hook(partial(self._before_variant, site_axes(base)), with_kwargs=True)
         return gm

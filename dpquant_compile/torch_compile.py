@@ -24,19 +24,19 @@ from dpquant_compile.policy import Policy, draw_policy, resolve_budget
 from dpquant_compile.sites import SiteTable, select_sites
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["Session", "dpquant", "sessions"]
+__all__ = ["CompiledHandle", "dpquant", "sessions"]
 
 _OPTIONS = ("budget", "format", "backend", "sites", "quantize_outputs", "recipe", "seed", "quantize_eval", "inner")
 _STATE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
-_LIVE: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
+_LIVE: "weakref.WeakValueDictionary[int, CompiledHandle]" = weakref.WeakValueDictionary()
 
 
-class Session:
-    """The sites of one model, or of one part of it between graph breaks, under one `torch.compile` call.
+class CompiledHandle:
+    """Sites and policy of one model, or of one part of it between graph breaks, under one `torch.compile` call.
 
-    When Dynamo compiles the same sites again, for another batch size or mode, the new program joins the session, so
+    When Dynamo compiles the same sites again, for another batch size or mode, the new program joins the handle, so
     its policy and step go on. Dynamo runs one program for several models of one class that are compiled with the same
-    options, so they share a session too: give each its own `options` dict to tell them apart.
+    options, so they share a handle too: give each its own `options` dict to tell them apart.
     """
 
     def __init__(self, options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> None:
@@ -67,18 +67,18 @@ class Session:
         return explain(self.sites, self.policy, self.spec, self.device, True)
 
 
-def sessions() -> tuple[Session, ...]:
-    """What the torch.compile backend has compiled and is still in use, oldest first."""
+def sessions() -> tuple[CompiledHandle, ...]:
+    """A handle of each model that the torch.compile backend has compiled and that is still in use, oldest first."""
     return tuple(_LIVE[number] for number in sorted(_LIVE.keys()))
 
 
-def _session(options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> Session:
-    for session in sessions():
-        if session.options is options and session.sites.names == sites.names:
-            return session
-    session = Session(options, spec, sites, device)
-    _LIVE[max(_LIVE.keys(), default=0) + 1] = session
-    return session
+def _handle(options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> CompiledHandle:
+    for handle in sessions():
+        if handle.options is options and handle.sites.names == sites.names:
+            return handle
+    handle = CompiledHandle(options, spec, sites, device)
+    _LIVE[max(_LIVE.keys(), default=0) + 1] = handle
+    return handle
 
 
 def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, **_: Any) -> Callable[..., Any]:
@@ -98,12 +98,12 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
             warnings.warn(f"dpquant: {skip.name} ({skip.op}) stays in full precision: {skip.reason}", stacklevel=2)
         return lower(spec.inner, Recorder())(gm, example_inputs) if spec.inner != "eager" else gm.forward
     device = next((value.device for value in example_inputs if isinstance(value, Tensor)), torch.device("cpu"))
-    session = _session(options, spec, select_sites(found, chosen), device)
-    session.log += log
-    table, rows = session.dispatcher.table, {name: row for row, name in enumerate(session.sites.names)}
+    handle = _handle(options, spec, select_sites(found, chosen), device)
+    handle.log += log
+    table = handle.dispatcher.table
     _add_inputs(graph)
-    switched = pipeline.rewritten(graph, table, rows, str(spec.recipe), log)
-    session.graphs.append(switched)
+    switched = pipeline.rewritten(graph, table, handle.dispatcher.rows, str(spec.recipe), log)
+    handle.graphs.append(switched)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     carriers = [i for i, node in enumerate(nodes) if "state" not in node.meta and _size(example_inputs[i]) == batch]
     weights = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
@@ -112,12 +112,12 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
         batch = hint(args[carriers[0]].shape[0])
         low = torch.is_grad_enabled() or spec.quantize_eval
         parameters = [args[i] for i in weights] if torch.is_grad_enabled() else None
-        session.dispatcher.begin(batch=batch, device=device, low=low, parameters=parameters)
+        handle.dispatcher.begin(batch=batch, device=device, low=low, parameters=parameters)
         return (*args, table.policy, table.keys, table.samples)
 
     if spec.inner == "eager":
         return lambda *args: switched(*begin(args))
-    compiled = lower(spec.inner, session.recorder)(switched, [*example_inputs, *begin(example_inputs)[-3:]])
+    compiled = lower(spec.inner, handle.recorder)(switched, [*example_inputs, *begin(example_inputs)[-3:]])
     return lambda *args: compiled(*begin(args))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
+from dpquant_compile.numerics.formats import format_names
 
 TINY = 2.0**-126  # the smallest normal float32
 TEST_SIZE, DELTA = 360, 1e-4
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--inner", default="eager", help="inductor, aot_eager or eager (default: eager)")
     args = parser.parse_args()
 
-    print(f"Formats now: {', '.join(dpq.format_names())}")
+    print(f"Formats now: {', '.join(format_names())}")
     check()
 
     digits = load_digits()

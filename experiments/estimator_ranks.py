@@ -1,7 +1,7 @@
 """How well one private measurement ranks the sites, against an oracle without noise, and what it costs.
 
-    python experiments/estimator_ranks.py --recipe cnn-digits --out experiments/results/estimator_ranks_digits.json
-    python experiments/estimator_ranks.py --recipe cnn-gtsrb-small --data FOLDER --out …
+    python experiments/estimator_ranks.py --task cnn-digits --out experiments/results/estimator_ranks_digits.json
+    python experiments/estimator_ranks.py --task cnn-gtsrb-small --data FOLDER --out …
 
 Trains privately with uniform draws of sites. After some epochs it stops and asks each estimator, several times, which
 sites bear low precision badly. The oracle is the mean difference of losses over all training samples and several
@@ -54,7 +54,7 @@ CONTESTANTS = (
 def measured(run: Run, estimator: Any, rate: float, number: int, noisy: bool) -> torch.Tensor:
     """One measurement of every site; `number` makes draw, rounding and noise its own."""
     made = run.engine.made
-    assert made.criterion is not None  # recipes have one
+    assert made.criterion is not None  # tasks have one
     setting = Setting(made.session, made.optimizer, made.criterion, number, rate * made.loader.size)
     generator = torch.Generator().manual_seed(7919 * number + 1)
 
@@ -87,7 +87,7 @@ def ranks(run: Run, repeats: int, oracle_turns: int, offset: int) -> Iterator[tu
 def main() -> None:
     """Train, stop, measure, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipe", default="cnn-digits")
+    parser.add_argument("--task", default="cnn-digits")
     parser.add_argument("--data", default=None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--at", type=int, nargs="+", default=[2, 6], help="epochs after which to measure")
@@ -101,7 +101,7 @@ def main() -> None:
     size = 0
     for seed in args.seeds:
         config = RunConfig(
-            args.recipe, seed=seed, scheduler="pls", data=args.data, epochs=max(args.at), reproducible=True
+            args.task, seed=seed, scheduler="pls", data=args.data, epochs=max(args.at), reproducible=True
         ).resolved()
         with tempfile.TemporaryDirectory() as folder:
             run = Run(config, Path(folder))
@@ -128,7 +128,7 @@ def main() -> None:
                 epsilon=epsilon,
             )
         )
-    table = dict(recipe=args.recipe, seeds=args.seeds, after_epochs=args.at, oracle_roundings=args.oracle, rows=rows)
+    table = dict(task=args.task, seeds=args.seeds, after_epochs=args.at, oracle_roundings=args.oracle, rows=rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Are the gradients of private training larger, and does the batch size matter? Norms of raw gradients, epoch by epoch.
 
-    python experiments/gradient_norms.py --recipe cnn-digits --out experiments/results/gradient_norms_digits.json
+    python experiments/gradient_norms.py --task cnn-digits --out experiments/results/gradient_norms_digits.json
 
 Trains in full precision with and without noise and clipping, and for several batch sizes. After each epoch the gradient
 of the plain loss is taken on a few batches of training data, without clipping or noise, in float32. Per weight of a
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dpquant_compile.lab.config import RunConfig
-from dpquant_compile.lab.recipes import get_recipe
+from dpquant_compile.lab.tasks import get_task
 from dpquant_compile.lab.train import Run
 
 
@@ -45,7 +45,7 @@ def gradients(run: Run, model: nn.Module, batch: int, count: int) -> tuple[list[
 def main() -> None:
     """Train each control, collect, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipe", default="cnn-digits")
+    parser.add_argument("--task", default="cnn-digits")
     parser.add_argument("--data", default=None)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512])
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    usual = RunConfig(args.recipe, budget=0.0).resolved().batch_size
+    usual = RunConfig(args.task, budget=0.0).resolved().batch_size
     kinds = [("none", usual), ("clip", usual), *(("dp", batch) for batch in sorted({*args.batches, usual}))]
     rows = []
     for privacy, batch in kinds:
@@ -62,7 +62,7 @@ def main() -> None:
         ranges: list[float] = []
         for seed in args.seeds:
             config = RunConfig(
-                args.recipe,
+                args.task,
                 seed=seed,
                 budget=0.0,
                 privacy=privacy,
@@ -71,7 +71,7 @@ def main() -> None:
                 epochs=args.epochs,
                 reproducible=True,
             ).resolved()
-            plain = get_recipe(args.recipe).model(None if args.data is None else Path(args.data))
+            plain = get_task(args.task).model(None if args.data is None else Path(args.data))
             with tempfile.TemporaryDirectory() as folder:
                 run = Run(config, Path(folder))
                 for _ in run.epochs():
@@ -83,7 +83,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dict(recipe=args.recipe, seeds=args.seeds, rows=rows), indent=1)
+    text = json.dumps(dict(task=args.task, seeds=args.seeds, rows=rows), indent=1)
     args.out.write_text(text + "\n", encoding="utf-8")
 
 

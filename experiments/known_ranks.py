@@ -1,6 +1,6 @@
 """What would a perfect ranking be worth? Static subsets that spare the most, and the least, sensitive sites.
 
-    python experiments/known_ranks.py --recipe cnn-digits --out experiments/results/known_ranks_digits.json
+    python experiments/known_ranks.py --task cnn-digits --out experiments/results/known_ranks_digits.json
 
 Trains once, privately and in full precision, and takes the mean difference of losses of each site over all training
 samples and several roundings, unclipped and without noise: the ranking that a private measurement aims at. Then trains
@@ -51,7 +51,7 @@ def accuracies(config: RunConfig, low: Sequence[str]) -> tuple[float, float]:
 def main() -> None:
     """Rank, train both ways, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipe", default="cnn-digits")
+    parser.add_argument("--task", default="cnn-digits")
     parser.add_argument("--data", default=None)
     parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--epsilon", type=float, default=6.0)
@@ -63,14 +63,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     common: dict[str, Any] = dict(data=args.data, epochs=args.epochs, target_epsilon=args.epsilon, reproducible=True)
-    costs = ranking(RunConfig(args.recipe, budget=0.0, **common).resolved(), args.oracle)
+    costs = ranking(RunConfig(args.task, budget=0.0, **common).resolved(), args.oracle)
     names = [name for name, _ in costs]
     count = resolve_budget(args.budget, names)
     rows = []
     for kind, low in (("the least sensitive in FP4", names[-count:]), ("the most sensitive in FP4", names[:count])):
         found = []
         for seed in args.seeds:
-            config = RunConfig(args.recipe, seed=seed, budget=args.budget, scheduler="static", **common)
+            config = RunConfig(args.task, seed=seed, budget=args.budget, scheduler="static", **common)
             found.append(accuracies(config.resolved(), low))
             print(kind, seed, found[-1], flush=True)
         full, quantized = zip(*found, strict=True)
@@ -84,7 +84,7 @@ def main() -> None:
                 mean_low=statistics.fmean(quantized),
             )
         )
-    table = dict(recipe=args.recipe, budget=args.budget, seeds=args.seeds, costs=dict(costs), rows=rows)
+    table = dict(task=args.task, budget=args.budget, seeds=args.seeds, costs=dict(costs), rows=rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Where does low precision hurt training? The part of the clipped gradient that is left when a site is in FP4.
 
-    python experiments/training_signal.py --recipe cnn-digits --out experiments/results/training_signal_digits.json
+    python experiments/training_signal.py --task cnn-digits --out experiments/results/training_signal_digits.json
 
 Trains privately for some epochs with uniform draws of sites. Then, on one batch of training data and without noise,
 takes the sum of clipped gradients in full precision, g, and under a policy, h: "signal" is ⟨h, g⟩ / ⟨g, g⟩, the part of
@@ -50,7 +50,7 @@ def left(run: Run, policy: Sequence[str], base: Tensor, turns: int) -> dict[str,
 def main() -> None:
     """Train, stop, compare, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipe", default="cnn-digits")
+    parser.add_argument("--task", default="cnn-digits")
     parser.add_argument("--data", default=None)
     parser.add_argument("--epochs", type=int, default=3, help="before the comparison")
     parser.add_argument("--turns", type=int, default=4, help="roundings")
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     config = RunConfig(
-        args.recipe, seed=args.seed, scheduler="pls", data=args.data, epochs=args.epochs, reproducible=True
+        args.task, seed=args.seed, scheduler="pls", data=args.data, epochs=args.epochs, reproducible=True
     ).resolved()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(config, Path(folder))
@@ -74,7 +74,7 @@ def main() -> None:
             row.update({f"{k}_without": v for k, v in left(run, others, base, args.turns).items()})
             print(json.dumps(row), flush=True)
         whole = left(run, names, base, args.turns)
-    table = dict(recipe=args.recipe, seed=args.seed, after_epochs=args.epochs, all_sites=whole, rows=rows)
+    table = dict(task=args.task, seed=args.seed, after_epochs=args.epochs, all_sites=whole, rows=rows)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 

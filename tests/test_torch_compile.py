@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
+from dpquant_compile.torch_compile import CompiledHandle
 
 # Dynamo looks at the .grad of every input that it guards, also of those that the block before has computed.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -80,7 +81,7 @@ class Broken(nn.Module):
         return self.second(x)
 
 
-def new_sessions(*models: nn.Module) -> list[dpq.Session]:
+def new_sessions(*models: nn.Module) -> list[CompiledHandle]:
     torch._dynamo.reset()
     before, options = dpq.sessions(), {"budget": 1.0, "inner": "aot_eager", "backend": "reference"}
     calls = [torch.compile(model, backend="dpquant", options=options) for model in models]

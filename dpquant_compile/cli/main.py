@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from dpquant_compile import __version__
-from dpquant_compile.cli import bench, plan, recipes, report, sites, sweep, train
+from dpquant_compile.cli import bench, plan, report, sites, sweep, tasks, train
 from dpquant_compile.cli.command import BAD_INPUT, FAILED, INTERRUPTED, Command, RunFailedError
+from dpquant_compile.cli.interrupt import raise_again
 from dpquant_compile.errors import DPQuantError, did_you_mean
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS: tuple[Command, ...] = (
-    recipes.COMMAND,
+    tasks.COMMAND,
     sites.COMMAND,
     plan.COMMAND,
     train.COMMAND,
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _one_line
         try:
+            raise_again()
             code = command.run(args, output)
             sys.stdout.flush()
         except KeyboardInterrupt:

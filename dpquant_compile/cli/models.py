@@ -1,4 +1,4 @@
-"""Models that are named on the command line: a recipe's, or `package.module:callable`."""
+"""Models that are named on the command line: a task's, or `package.module:callable`."""
 
 import argparse
 import importlib
@@ -51,7 +51,7 @@ class InputSpec:
 def capture(name: str, inputs: Sequence[InputSpec] | None = None, data: Path | None = None) -> "CompiledModule":
     """The model of this name with its graph captured, no site in low precision, and nothing compiled.
 
-    A recipe brings an input of its own, and takes local weights from the folder `data`. Without any input, a graph that
+    A task brings an input of its own, and takes local weights from the folder `data`. Without any input, a graph that
     only Dynamo can capture is not captured, and shapes are not known.
     """
     import dpquant_compile as dpq
@@ -61,14 +61,14 @@ def capture(name: str, inputs: Sequence[InputSpec] | None = None, data: Path | N
     else:
         from dpquant_compile import lab
 
-        if name not in lab.recipe_names():
+        if name not in lab.task_names():
             raise InputError(
-                f"{name!r} is no recipe. Recipes: {', '.join(lab.recipe_names())}. Fix: take one of them, or write "
+                f"{name!r} is no task. Tasks: {', '.join(lab.task_names())}. Fix: take one of them, or write "
                 "package.module:callable for a model of your own"
             )
-        recipe = lab.get_recipe(name)
-        model = recipe.model(data)
-        inputs = inputs or (InputSpec((2, *recipe.sample), "int64" if recipe.task == "text" else "float32"),)
+        task = lab.get_task(name)
+        model = task.model(data)
+        inputs = inputs or (InputSpec((2, *task.sample), "int64" if task.kind == "text" else "float32"),)
     given = None if inputs is None else tuple(spec.make() for spec in inputs)
     return dpq.compile(model, budget=0, backend="reference", inner="eager", example_inputs=given)
 

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Output", "number", "shape", "share", "table"]
+__all__ = ["Output", "shape", "share", "table"]
 
 # Where nobody's terminal sets the width: wide enough that no table is wrapped.
 _FILE_WIDTH = 200
@@ -52,13 +52,6 @@ def table(
     for row in rows:
         made.add_row(*row)
     return made if title is None else Group(Text(title, style="bold"), made)
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number for people; a dash for None."""
-    if value is None:
-        return "–"
-    return "∞" if math.isinf(value) else f"{value:.{digits}f}"
 
 
 def share(value: float | None) -> str:

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dpquant_compile.cli.command import DONE, Command
+from dpquant_compile.cli.command import DONE, Command, InputError
 
 if TYPE_CHECKING:
     from dpquant_compile.cli.output import Output
@@ -40,6 +40,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace, output: "Output") -> int:
     import dpquant_compile as dpq
 
+    if 0 < args.dataset_size < args.batch_size:
+        raise InputError(
+            f"--batch-size {args.batch_size} is more than --dataset-size {args.dataset_size}: a batch is drawn from "
+            "the dataset. Fix: give a batch size of at most the dataset's size"
+        )
     made = dpq.plan(
         target_epsilon=args.target_epsilon,
         noise_multiplier=args.noise_multiplier,
@@ -65,16 +70,17 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
 
 
 def _show(made: "Plan", output: "Output") -> None:
-    from dpquant_compile.cli.output import number, table
+    from dpquant_compile.cli.output import table
+    from dpquant_compile.lab.cells import show_number
 
-    rows = [("training", str(made.steps), f"{made.sample_rate:.6f}", made.noise_multiplier, made.epsilons["training"])]
-    if made.analyses:
-        alone = made.epsilons["analysis"]
-        rows.append(("analysis", str(made.analyses), f"{made.analysis_rate:.6f}", made.sigma_measure, alone))
-    cells = [(name, steps, q, number(sigma), number(epsilon, 4)) for name, steps, q, sigma, epsilon in rows]
-    cells.append(("together", "", "", "", number(made.epsilon, 4)))
+    cells = [
+        (name, str(steps), show_number(q, 6), show_number(sigma, 3), show_number(epsilon, 4))
+        for name, steps, q, sigma, epsilon in made.spends
+    ]
+    together = show_number(made.epsilon, 4)
+    cells.append(("together", "", "", "", together))
     if made.target_epsilon is None:
-        answer = f"ε = {number(made.epsilon, 4)}"
+        answer = f"ε = {together}"
     else:
         answer = f"σ = {made.noise_multiplier:g} keeps ε = {made.target_epsilon:g}"
     title = f"{answer} at δ = {made.delta:g} ({made.accountant})"

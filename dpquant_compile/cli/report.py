@@ -32,9 +32,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show how long runs took, everywhere; not covered by ε, so for runs on public data only",
     )
     graph = parser.add_mutually_exclusive_group()
-    graph.add_argument("--graph", metavar="RECIPE", help="whose graph to show; default: the recipe of the first run")
+    graph.add_argument("--graph", metavar="TASK", help="whose graph to show; default: the task of the first run")
     graph.add_argument("--no-graph", action="store_true", help="leave the graph out, which is slow for large models")
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="where that recipe finds local weights")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="where that task finds local weights")
 
 
 def _run(args: argparse.Namespace, output: "Output") -> int:
@@ -78,7 +78,7 @@ def _graph(args: argparse.Namespace, runs: "Sequence[RunResult]", output: "Outpu
 
     Where the model cannot be had, for want of a network perhaps, there is none, unless it was asked for.
     """
-    name = args.graph or runs[0].config.recipe
+    name = args.graph or runs[0].config.task
     try:
         model = capture(name, data=args.data)
         if len(runs) == 1 and args.graph is None:

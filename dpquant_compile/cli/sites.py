@@ -16,16 +16,16 @@ __all__ = ["COMMAND"]
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a recipe's name, or package.module:callable that builds one")
+    parser.add_argument("model", metavar="MODEL", help="a task's name, or package.module:callable that builds one")
     parser.add_argument(
         "--input",
         action="append",
         type=InputSpec.parse,
         metavar="SHAPE[:DTYPE]",
         help="an argument of forward(), batch first, such as 1x3x32x32 or 8x128:int64; once for each argument. Output "
-        "shapes and FLOPs are known with it only. A recipe has its own",
+        "shapes and FLOPs are known with it only. A task has its own",
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="where a recipe finds local weights")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="where a task finds local weights")
 
 
 def _run(args: argparse.Namespace, output: "Output") -> int:

@@ -21,7 +21,7 @@ A grid file is TOML or JSON. `base` holds fields that all runs share, named as t
 underscores; each table of `grids` is a product over its lists:
 
   [base]
-  recipe = "cnn-digits"
+  task = "cnn-digits"
 
   [[grids]]
   scheduler = ["pls", "static"]
@@ -92,7 +92,8 @@ def _list(configs: "Sequence[RunConfig]", out: Path, output: "Output") -> None:
 
 
 def _show(results: "Sequence[RunResult]", events: "Sequence[SweepEvent]", out: Path, output: "Output") -> None:
-    from dpquant_compile.cli.output import number, share, table
+    from dpquant_compile.cli.output import share, table
+    from dpquant_compile.lab.cells import show_number
 
     known = {result.key: result for result in results}
     runs, rows = [], []
@@ -104,7 +105,7 @@ def _show(results: "Sequence[RunResult]", events: "Sequence[SweepEvent]", out: P
         figures = (
             ("–", "–", "–")
             if result is None
-            else (share(result.accuracy), share(result.accuracy_low), number(result.epsilon))
+            else (share(result.accuracy), share(result.accuracy_low), show_number(result.epsilon, 3))
         )
         rows.append((key, event.status, *figures))
     counts = {status: sum(event.status == status for event in events) for status in ("done", "skipped", "failed")}

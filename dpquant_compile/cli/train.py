@@ -1,4 +1,4 @@
-"""`dpquant train`: one run of a recipe, in a folder of its own, which a second call goes on with."""
+"""`dpquant train`: one run of a task, in a folder of its own, which a second call goes on with."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -29,21 +29,21 @@ class Option:
     group: str = "the run"
 
 
-# Every field but `recipe`, which is the argument. A test compares this list with RunConfig.
+# Every field but `task`, which is the argument. A test compares this list with RunConfig.
 OPTIONS = (
     Option("seed", int, "of weights and schedule; with --reproducible, of batches, noise and rounding too; default: 0"),
-    Option("epochs", int, "default: the recipe's"),
-    Option("batch_size", int, "expected size of a Poisson batch; default: the recipe's"),
-    Option("physical", int, "samples that are computed at a time; default: the recipe's"),
+    Option("epochs", int, "default: the task's"),
+    Option("batch_size", int, "expected size of a Poisson batch; default: the task's"),
+    Option("physical", int, "samples that are computed at a time; default: the task's"),
     Option("optimizer", str, "sgd (default), adam or adamw"),
-    Option("lr", float, "learning rate; default: the recipe's"),
-    Option("lr_decay", str, "none, linear or cosine; default: the recipe's"),
-    Option("data", str, "folder with the data; see `dpquant recipes`"),
+    Option("lr", float, "learning rate; default: the task's"),
+    Option("lr_decay", str, "none, linear or cosine; default: the task's"),
+    Option("data", str, "folder with the data; see `dpquant tasks`"),
     Option("format", str, "luq_fp4 (default), uniform4, fp8_e5m2, fp4_e2m1 or fp4_e2m1_nv", "low precision"),
     Option("budget", float, "share of the sites in low precision; 0 is full precision; default: 0.75", "low precision"),
     Option("quantize_outputs", str, "none (default), flow or all", "low precision"),
     Option("privacy", str, "dp (default); as controls that are not private, clip (no noise) or none", "privacy"),
-    Option("noise_multiplier", float, "σ of training; default: the recipe's", "privacy"),
+    Option("noise_multiplier", float, "σ of training; default: the task's", "privacy"),
     Option(
         "target_epsilon",
         float,
@@ -51,7 +51,7 @@ OPTIONS = (
         "and a run that reaches it ends there with an error",
         "privacy",
     ),
-    Option("delta", float, "default: the recipe's", "privacy"),
+    Option("delta", float, "default: the task's", "privacy"),
     Option(
         "reproducible",
         bool,
@@ -59,7 +59,7 @@ OPTIONS = (
         "they come from the operating system's entropy",
         "privacy",
     ),
-    Option("max_grad_norm", float, "what gradients are clipped to; default: the recipe's", "privacy"),
+    Option("max_grad_norm", float, "what gradients are clipped to; default: the task's", "privacy"),
     Option("scheduler", str, "dpquant (default), pls, static or greedy", "schedule"),
     Option("estimator", str, "per_sample (default) or paper", "schedule"),
     Option("static_seed", int, "which subset, for the scheduler static; default: the seed", "schedule"),
@@ -75,7 +75,7 @@ OPTIONS = (
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="its name; `dpquant recipes` lists them")
+    parser.add_argument("task", metavar="TASK", help="its name; `dpquant tasks` lists them")
     add_place(parser)
     parser.add_argument("--threads", type=count, metavar="N", help="of the CPU; default: torch's choice")
     groups: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     from dpquant_compile import lab
 
     given = {option.field: getattr(args, option.field) for option in OPTIONS if hasattr(args, option.field)}
-    config = lab.RunConfig.from_json({"recipe": args.recipe, **given}).resolved()
+    config = lab.RunConfig.from_json({"task": args.task, **given}).resolved()
     check_data(config)
     folder = args.out / config.key
     state = run_state(folder)
@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
 def check_data(config: "RunConfig") -> None:
     """Refuse a folder for data that is not there."""
     if config.data is not None and not Path(config.data).is_dir():
-        raise InputError(f"data={config.data!r} is no folder. Fix: --data FOLDER, see `dpquant recipes`")
+        raise InputError(f"data={config.data!r} is no folder. Fix: --data FOLDER, see `dpquant tasks`")
 
 
 _STATES = {
@@ -176,7 +176,8 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
     """Prints a line for each epoch, above a bar where standard error is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dpquant_compile.cli.output import number, share
+    from dpquant_compile.cli.output import share
+    from dpquant_compile.lab.cells import show_number
 
     columns = (TextColumn("epochs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     line = "{:>6}  {:>9}  {:>9}  {:>8}  {:>8}  {}".format
@@ -186,7 +187,12 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
         def show(row: "EpochRow") -> None:
             if bar.tasks[0].completed == 0:
                 output.log.print(line("epoch", "accuracy", "low", "ε", "seconds", "sites in low precision"))
-            figures = share(row.accuracy), share(row.accuracy_low), number(row.epsilon), number(row.seconds, 1)
+            figures = (
+                share(row.accuracy),
+                share(row.accuracy_low),
+                show_number(row.epsilon, 3),
+                show_number(row.seconds, 1),
+            )
             output.log.print(line(row.epoch, *figures, len(row.policy)))
             bar.update(task, completed=row.epoch)
 
@@ -194,12 +200,15 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
 
 
 def document(result: "RunResult", folder: Path) -> dict[str, Any]:
-    """A run's result as `--json` prints it."""
-    return {**result.to_json(), "folder": folder}
+    """A run's result as `--json` prints it, with the files of its folder that are for use."""
+    from dpquant_compile.lab.results import MODEL
+
+    return {**result.to_json(), "folder": folder, "model": folder / MODEL}
 
 
 def _show(result: "RunResult", folder: Path, output: "Output") -> None:
-    from dpquant_compile.cli.output import number, share, table
+    from dpquant_compile.cli.output import share, table
+    from dpquant_compile.lab.cells import show_number
 
     rows = [
         ("accuracy on test data", share(result.accuracy)),
@@ -209,20 +218,21 @@ def _show(result: "RunResult", folder: Path, output: "Output") -> None:
     if result.epsilon is None:
         rows.append(("privacy", "none: a control"))
     else:
-        rows.append((f"ε at δ = {result.delta:g}", number(result.epsilon)))
-        rows += [(f"  {purpose} by itself", number(value)) for purpose, value in result.epsilons.items()]
+        rows.append((f"ε at δ = {result.delta:g}", show_number(result.epsilon, 3)))
+        rows += [(f"  {purpose} by itself", show_number(value, 3)) for purpose, value in result.epsilons.items()]
         if result.config.reproducible:
             rows.append(("it holds if", "nobody knows the seed. For real data: without --reproducible"))
         else:
             rows.append(("noise, batches, rounding", "from the operating system's entropy"))
-    rows += [(f"seconds of {stage}", number(value, 1)) for stage, value in result.seconds.items()]
-    rows.append(("folder", str(folder)))
-    output.result(document(result, folder), table(("", ""), rows, title=result.key))
+    rows += [(f"seconds of {stage}", show_number(value, 1)) for stage, value in result.seconds.items()]
+    found = document(result, folder)
+    rows += [("folder", str(folder)), ("model, a state_dict", str(found["model"]))]
+    output.result(found, table(("", ""), rows, title=result.key))
 
 
 COMMAND = Command(
     "train",
-    "train a recipe privately, or go on with a run that was stopped",
+    "train a task privately, or go on with a run that was stopped",
     (
         "dpquant train cnn-digits",
         "dpquant train cnn-digits --budget 0.9 --scheduler static --seed 3 --out out/runs",

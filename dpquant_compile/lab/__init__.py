@@ -1,9 +1,9 @@
-"""Experiments: named recipes, runs that resume, sweeps over grids, and reports of what came out."""
+"""Experiments: named tasks, runs that resume, sweeps over grids, and reports of what came out."""
 
 from dpquant_compile.lab.config import RunConfig
-from dpquant_compile.lab.recipes import TrainRecipe, get_recipe, recipe_names
 from dpquant_compile.lab.results import EpochRow, RunResult, find_runs, read_run
 from dpquant_compile.lab.sweep import SweepEvent, expand, sweep
+from dpquant_compile.lab.tasks import Task, get_task, task_names
 from dpquant_compile.lab.train import train
 
 __all__ = [
@@ -11,12 +11,12 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "SweepEvent",
-    "TrainRecipe",
+    "Task",
     "expand",
     "find_runs",
-    "get_recipe",
+    "get_task",
     "read_run",
-    "recipe_names",
     "sweep",
+    "task_names",
     "train",
 ]

@@ -25,15 +25,15 @@ __all__ = [
 MISSING = "–"
 # Columns of a group that stay even where all groups agree, since no one can read the table without them.
 _KEPT = ("budget", "scheduler")
-_COLUMNS = ("recipe", "privacy", "format", "budget", "scheduler", "estimator", "optimizer")
+_COLUMNS = ("task", "privacy", "format", "budget", "scheduler", "estimator", "optimizer")
 
 
 def show_number(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
-    """A number with so many decimals, with a true minus sign; a dash for None and NaN."""
+    """A number with so many decimals, with a true minus sign and ∞; a dash for None and NaN."""
     if value is None or math.isnan(value):
         return MISSING
     text = f"{value:{'+' if signed else ''}.{digits}f}"
-    return text.replace("-", "−")
+    return text.replace("-", "−").replace("inf", "∞")
 
 
 def show_percent(stat: Stat, *, of: int | None = None) -> str:
@@ -65,7 +65,7 @@ def show_setting(field: str, value: Any) -> str:
 
 
 def show_settings(settings: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """Settings in a line: "recipe cnn-digits, format luq_fp4", without those that are not used."""
+    """Settings in a line: "task cnn-digits, format luq_fp4", without those that are not used."""
     return ", ".join(f"{f} {show_setting(f, settings[f])}" for f in fields if settings[f] != NOT_USED)
 
 
@@ -86,7 +86,7 @@ class Table:
     body: tuple[tuple[Cell, ...], ...]
     labels: int
     common: str = ""
-    recipes: tuple[str, ...] = ()  # of each row, for the page's filter
+    tasks: tuple[str, ...] = ()  # of each row, for the page's filter
 
 
 def group_table(rows: Sequence[Row], columns: Mapping[str, Callable[[int], Cell]]) -> Table:
@@ -100,7 +100,7 @@ def group_table(rows: Sequence[Row], columns: Mapping[str, Callable[[int], Cell]
         body=tuple((*cells, *(column(i) for column in columns.values())) for i, cells in enumerate(settings)),
         labels=len(differing),
         common=show_settings(rows[0].settings, [f for f in names if f not in differing]) if rows else "",
-        recipes=tuple(row.settings["recipe"] for row in rows),
+        tasks=tuple(row.settings["task"] for row in rows),
     )
 
 
@@ -185,9 +185,9 @@ def html_table(table: Table, caption: str, *, name: str = "") -> str:
     header = "".join(f'<th scope="col"{kind}>{name}</th>' for kind, name in zip(kinds, names, strict=True))
     body = []
     for i, cells in enumerate(table.body):
-        recipe = f' data-recipe="{escape(table.recipes[i])}"' if table.recipes else ""
+        task = f' data-task="{escape(table.tasks[i])}"' if table.tasks else ""
         texts = "".join(_html_cell(cell, column < table.labels, column == 0) for column, cell in enumerate(cells))
-        body.append(f"<tr{recipe}>{texts}</tr>")
+        body.append(f"<tr{task}>{texts}</tr>")
     common = f'<p class="common">In all rows: {escape(table.common)}.</p>' if table.common else ""
     label = f' id="{escape(name)}"' if name else ""
     return (

@@ -27,9 +27,9 @@ _PLACE = frozenset({"data"})
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. What is None follows from the recipe, or from the scheduler's own defaults.
+    """One run. What is None follows from the task, or from the scheduler's own defaults.
 
-    recipe       name of the recipe: model, data, and defaults
+    task         its name: a model, its data, and defaults
     seed         of the weights at the start and of the schedule's draws, which are public
     budget       share of the sites in low precision; 0 is full precision throughout, 1 is all of them in every epoch
     privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls
@@ -42,7 +42,7 @@ class RunConfig:
     as nobody knows the seed, from which the noise follows: it is for experiments on public data.
     """
 
-    recipe: str
+    task: str
     seed: int = 0
     format: str = "luq_fp4"
     budget: float = 0.75
@@ -100,10 +100,10 @@ class RunConfig:
             )
 
     def resolved(self) -> "RunConfig":
-        """The same with the recipe's values in the place of None, where it has any."""
-        from dpquant_compile.lab.recipes import get_recipe  # recipes hold defaults of this class' fields
+        """The same with the task's values in the place of None, where it has any."""
+        from dpquant_compile.lab.tasks import get_task  # tasks hold defaults of this class' fields
 
-        defaults = dict(get_recipe(self.recipe).defaults)
+        defaults = dict(get_task(self.task).defaults)
         if self.optimizer != "sgd":
             defaults["lr"] = defaults.get("lr_adam", defaults["lr"])
         if self.target_epsilon is not None and self.noise_multiplier is None:
@@ -124,7 +124,7 @@ class RunConfig:
         else:
             chosen = self.scheduler if self.scheduler != "dpquant" else f"dpquant-{self.estimator}"
             how = f"{self.format}-{self.budget:g}-{chosen}"
-        return f"{self.recipe}-{self.privacy}-{how}-s{self.seed}-{digest}"
+        return f"{self.task}-{self.privacy}-{how}-s{self.seed}-{digest}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values by name."""
@@ -137,15 +137,16 @@ class RunConfig:
         if unknown := sorted(set(values) - set(known)):
             meant = "".join(_REMOVED.get(name) or did_you_mean(name, known) for name in unknown)
             raise LabError(f"{', '.join(unknown)}: no such field of a run.{meant} Fields: {', '.join(known)}")
-        if "recipe" not in values:
-            raise LabError("a run needs a recipe: see `dpquant recipes`")
+        if "task" not in values:
+            raise LabError("a run needs a task: see `dpquant tasks`")
         return cls(**values)
 
 
 # Fields of earlier releases, and what to do without them.
 _REMOVED = {
+    "recipe": " What is trained is the task now: write task = … in its place.",
     "secure_mode": " secure_mode = true is the default now: leave it out. For secure_mode = false write reproducible = "
-    "true."
+    "true.",
 }
 
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -1,4 +1,4 @@
-"""Data of the recipes: loaders of torchvision and Hugging Face where there is a network, local files otherwise.
+"""Data of the tasks: loaders of torchvision and Hugging Face where there is a network, local files otherwise.
 
 Everything is held in memory as one tensor per split: the largest, GTSRB at 32×32, takes half a gigabyte.
 """
@@ -177,7 +177,7 @@ def _torchvision(name: str, folder: Path | None, *, size: int, **which: Any) -> 
     except (OSError, RuntimeError) as error:
         raise LabError(
             f"{name} is neither in {root} nor to be fetched: {error}. Fix: --data FOLDER with torchvision's files of "
-            f"{name}, or with an archive that `dpquant recipes` names"
+            f"{name}, or with an archive that `dpquant tasks` names"
         ) from error
     images, labels = [], []
     for image, label in data:

@@ -1,4 +1,4 @@
-"""Models of the recipes: small ones for a CPU, and the published ones with GroupNorm in the place of BatchNorm."""
+"""Models of the tasks: small ones for a CPU, and the published ones with GroupNorm in the place of BatchNorm."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -158,7 +158,7 @@ def _transformers(name: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise LabError("this recipe needs the package transformers: pip install transformers") from error
+        raise LabError("this task needs the package transformers: pip install transformers") from error
     return getattr(transformers, name)
 
 

@@ -25,12 +25,12 @@ if ($("run")) {
   follow();
 }
 
-if ($("recipe")) {
+if ($("task")) {
   const filter = () => {
-    const wanted = $("recipe").value;
-    for (const element of document.querySelectorAll("[data-recipe]"))
-      element.hidden = wanted !== "" && element.dataset.recipe !== wanted;
+    const wanted = $("task").value;
+    for (const element of document.querySelectorAll("[data-task]"))
+      element.hidden = wanted !== "" && element.dataset.task !== wanted;
   };
-  $("recipe").addEventListener("change", filter);
+  $("task").addEventListener("change", filter);
   filter();  // a browser may restore the choice when the page is loaded again
 }

@@ -2,10 +2,8 @@
 
 import base64
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -28,9 +26,12 @@ from dpquant_compile.lab.charts import budget_chart, marker, shapes, stacked_bar
 from dpquant_compile.lab.results import RunResult
 from dpquant_compile.lab.run_page import legend, run_section
 from dpquant_compile.lab.tables import EVALUATIONS, Panel, Row, compare, fronts, panels, series_name, summarise, varying
+from dpquant_compile.privacy.accounting.statement import UNIT, claim_for
+from dpquant_compile.view.template import fill_template, read_resource
 
 __all__ = ["TIMES_WARNING", "markdown_table", "summarise", "write_report"]
 
+_HERE = "dpquant_compile.lab"
 TIMES_WARNING = (
     "Times depend on the data that was drawn and are not covered by ε: publish them only where the data is public."
 )
@@ -60,30 +61,25 @@ def write_report(
     rows = summarise(runs)
     ordered = [run for row in rows for run in row.runs]
     if title is None:
-        title = ordered[0].config.recipe if len(ordered) == 1 else f"{len(ordered)} runs"
+        title = ordered[0].config.task if len(ordered) == 1 else f"{len(ordered)} runs"
     body = run_section(ordered[0], level=2, times=times) if len(ordered) == 1 else _many(rows, ordered, times)
     parts = {
         "title": escape(title),
         "lead": _lead(rows, ordered, times),
         "shapes": shapes(),
         "body": body + ("" if graph is None else _graph(graph)),
-        "css": _resource("report.css"),
-        "script": _resource("report.js"),
+        "css": read_resource(_HERE, "report.css"),
+        "script": read_resource(_HERE, "report.js"),
     }
-    # One pass over the template, so that text put in is never itself taken for a slot.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("report.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(fill_template(_HERE, "report.html", parts), encoding="utf-8")
     return path
 
 
-def _resource(name: str) -> str:
-    return files("dpquant_compile.lab").joinpath(name).read_text(encoding="utf-8")
-
-
 def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
-    timed = times and any(run.epsilon is not None for run in runs)
-    claim = "".join(f"<p>{text}</p>" for text in (_randomness(runs), TIMES_WARNING if timed else "") if text)
+    private = any(run.epsilon is not None for run in runs)
+    said = (" ".join(claim_for(UNIT)) if private else "", _randomness(runs), TIMES_WARNING if times and private else "")
+    claim = "".join(f"<p>{text}</p>" for text in said if text)
     if len(runs) == 1:
         return f"<p>One training run.</p>{claim}"
     text = (
@@ -95,13 +91,13 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
         "0 % all of training is in float32. Both accuracies are of the same trained model: evaluated with all sites in "
         "float32, and with the last epoch's sites in low precision."
     )
-    recipes = sorted({run.config.recipe for run in runs})
+    tasks = sorted({run.config.task for run in runs})
     choose = ""
-    if len(recipes) > 1:
-        options = "".join(f"<option>{escape(name)}</option>" for name in recipes)
+    if len(tasks) > 1:
+        options = "".join(f"<option>{escape(name)}</option>" for name in tasks)
         choose = (
-            '<p class="choose"><label for="recipe">Show</label> <select id="recipe">'
-            f'<option value="">all recipes</option>{options}</select></p>'
+            '<p class="choose"><label for="task">Show</label> <select id="task">'
+            f'<option value="">all tasks</option>{options}</select></p>'
         )
     return f"<p>{text}</p><p>{words}</p>{claim}{choose}"
 
@@ -155,7 +151,7 @@ def _panels(rows: Sequence[Row]) -> str:
     names = dict.fromkeys(series_name(row, rows) for panel in drawn for row in panel.rows)
     colours = {name: i for i, name in enumerate(names)}
     shown = [f for f in varying(rows) if f in (drawn[0].settings if drawn else {})]
-    return "".join(_panel(panel, rows, colours, ["recipe", *(f for f in shown if f != "recipe")]) for panel in drawn)
+    return "".join(_panel(panel, rows, colours, ["task", *(f for f in shown if f != "task")]) for panel in drawn)
 
 
 def _panel(panel: Panel, rows: Sequence[Row], colours: Mapping[str, int], fields: Sequence[str]) -> str:
@@ -174,7 +170,7 @@ def _panel(panel: Panel, rows: Sequence[Row], colours: Mapping[str, int], fields
     signs += [(_FRONTS[name], f'<path class="front {name.replace(" ", "-")}" d="M-10 0h20"/>') for name in lines]
     numbers = html_table(_panel_table(panel, rows), f"Accuracy against budget: {setting}")
     return (
-        f'<div class="panel" data-recipe="{escape(panel.settings["recipe"])}"><h3>{escape(setting)}</h3>'
+        f'<div class="panel" data-task="{escape(panel.settings["task"])}"><h3>{escape(setting)}</h3>'
         f'<div class="charts">{"".join(figures)}</div>{legend(signs)}'
         f"<details><summary>Numbers</summary>{numbers}</details></div>"
     )
@@ -253,8 +249,8 @@ def _choice(runs: Sequence[RunResult], times: bool) -> str:
     for run in runs:
         chosen = " selected" if run is first else ""
         option = f'<option value="{escape(run.key)}"{chosen}>{escape(run.key)}</option>'
-        groups.setdefault(run.config.recipe, []).append(option)
-    options = "".join(f'<optgroup label="{escape(recipe)}">{"".join(o)}</optgroup>' for recipe, o in groups.items())
+        groups.setdefault(run.config.task, []).append(option)
+    options = "".join(f'<optgroup label="{escape(task)}">{"".join(o)}</optgroup>' for task, o in groups.items())
     sections = {run.key: run_section(run, times=times) for run in runs}
     templates = "".join(f'<template data-run="{escape(key)}">{section}</template>' for key, section in sections.items())
     table = html_table(_run_table(runs, times), "All runs", name="runs")
@@ -278,8 +274,8 @@ def _run_table(runs: Sequence[RunResult], times: bool) -> Table:
         for run in runs
     ]
     header = ("run", "seed", "accuracy, full precision (%)", "accuracy, low precision (%)", "ε")
-    recipes = tuple(run.config.recipe for run in runs)
-    return Table((*header, "seconds") if times else header, tuple(body), labels=1, recipes=recipes)
+    tasks = tuple(run.config.task for run in runs)
+    return Table((*header, "seconds") if times else header, tuple(body), labels=1, tasks=tasks)
 
 
 def _graph(graph: str) -> str:

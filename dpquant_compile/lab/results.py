@@ -11,10 +11,11 @@ from dpquant_compile.errors import LabError
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.privacy.atomic_file import write_whole
 
-__all__ = ["EpochRow", "RunResult", "find_runs", "read_run", "write_run"]
+__all__ = ["EpochRow", "RunResult", "find_runs", "read_run", "write_json", "write_run"]
 
-VERSION = 2
+VERSION = 3
 RESULT = "result.json"
+MODEL = "model.pt"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RunResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunResult":
-        """From what stands in the file. Version 1 had `secure_mode` in place of `reproducible`."""
+        """From what stands in the file. Results up to version 2 name the task `recipe`, and are refused."""
         known = dict(values)
         if (version := known.pop("version", None)) != VERSION:
             raise LabError(
@@ -76,8 +77,13 @@ class RunResult:
 
 def write_run(result: RunResult, folder: Path) -> None:
     """Write `result.json`, whole or not at all: a folder that has it is a run that is done."""
-    text = json.dumps(result.to_json(), indent=1)
-    write_whole(folder / RESULT, lambda file: file.write(text.encode()))
+    write_json(folder / RESULT, result.to_json())
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    text = json.dumps(values, indent=1)
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def read_run(folder: Path) -> RunResult:

@@ -20,10 +20,10 @@ _SAID = ("seed", "budget", "scheduler")
 
 def command(config: RunConfig) -> str:
     """The command line of a run, which repeats one that is reproducible; the data's folder is left to the reader."""
-    words = ["dpquant", "train", config.recipe]
+    words = ["dpquant", "train", config.task]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in ("recipe", "data") or value is None or (value == field.default and field.name not in _SAID):
+        if field.name in ("task", "data") or value is None or (value == field.default and field.name not in _SAID):
             continue
         words.append(f"--{field.name.replace('_', '-')}")
         if value is not True:
@@ -177,7 +177,7 @@ def _configuration(run: RunResult) -> str:
     return (
         "<details><summary>Command and configuration</summary>"
         f"<pre>{escape(command(run.config))}</pre>"
-        f'<p class="hint">In another <code>--out</code> this {again}. Add <code>--data FOLDER</code> where the recipe '
+        f'<p class="hint">In another <code>--out</code> this {again}. Add <code>--data FOLDER</code> where the task '
         "reads its data from a folder.</p>"
         f"<pre>{escape(json.dumps(config, indent=1, ensure_ascii=False))}</pre>"
         f'<p class="hint">{escape(versions)}</p></details>'

@@ -51,7 +51,7 @@ def expand(grid: Mapping[str, Any]) -> list[RunConfig]:
     `base` holds fields that all runs share; each table of `grids` is a product: a field with a list takes each of its
     values. `zip` in such a table names fields whose lists go side by side instead.
 
-    >>> [c.seed for c in expand({"base": {"recipe": "cnn-digits"}, "grids": [{"seed": [0, 1]}]})]
+    >>> [c.seed for c in expand({"base": {"task": "cnn-digits"}, "grids": [{"seed": [0, 1]}]})]
     [0, 1]
     """
     if unknown := sorted(set(grid) - {"base", "grids"}):
@@ -104,7 +104,7 @@ def sweep(
         else:
             waiting.append(config)
     waiting.sort(
-        key=lambda c: (c.recipe, c.format, c.quantize_outputs, c.physical or 0)
+        key=lambda c: (c.task, c.format, c.quantize_outputs, c.physical or 0)
     )  # a stable sort: neighbours share
     context = multiprocessing.get_context("spawn")
     count = min(workers, len(waiting)) or 1

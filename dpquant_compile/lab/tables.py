@@ -41,13 +41,13 @@ _REPEATED = frozenset({"seed", "static_seed", "data"})
 ANALYSIS = (
     "estimator", "beta", "ema", "normalise", "n_interval", "n_sample", "sigma_measure", "clip_measure", "repetitions",
 )  # fmt: skip
-# Fields that never follow from the recipe.
-_NO_RECIPE_SETS = ("recipe", "reproducible")
+# Fields that never follow from the task.
+_NO_TASK_SETS = ("task", "reproducible")
 # Stands for the value of a field that a run does not read.
 NOT_USED = "–"
 
 _SCHEDULERS = ("static", "pls", "greedy", "dpquant")  # from the least to the most that a schedule knows
-_FIRST = ("recipe", "privacy", "format", "optimizer")
+_FIRST = ("task", "privacy", "format", "optimizer")
 _LAST = ("budget", "scheduler", *ANALYSIS)
 
 
@@ -164,13 +164,13 @@ def summarise(runs: Sequence[RunResult]) -> list[Row]:
 def varying(rows: Sequence[Row]) -> list[str]:
     """The fields in which the rows differ, in the order to show them.
 
-    A row that does not read a field does not differ in it; what differs between recipes alone follows from the recipe.
+    A row that does not read a field does not differ in it; what differs between tasks alone follows from the task.
     """
     fields = [*_FIRST, *(f for f in rows[0].settings if f not in _FIRST + _LAST), *_LAST] if rows else []
     seen: dict[str, dict[str, set[Any]]] = {field: {} for field in fields}
     for row in rows:
         for field in fields:
-            of = "" if field in _NO_RECIPE_SETS else row.settings["recipe"]
+            of = "" if field in _NO_TASK_SETS else row.settings["task"]
             seen[field].setdefault(of, set()).add(row.settings[field])
     return [field for field, found in seen.items() if any(len(values - {NOT_USED}) > 1 for values in found.values())]
 
@@ -213,7 +213,7 @@ def series_name(row: Row, rows: Sequence[Row]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """The value of a setting as text; None is what the recipe or the scheduler takes by itself."""
+    """The value of a setting as text; None is what the task or the scheduler takes by itself."""
     if value is None:
         return "default"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""`train`: one run of a recipe, from a configuration to a run folder; what was interrupted goes on where it was."""
+"""`train`: one run of a task, from a configuration to a run folder; what was interrupted goes on where it was."""
 
 import json
 import math
@@ -22,8 +22,8 @@ from dpquant_compile.errors import LabError
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.models import seeded
-from dpquant_compile.lab.recipes import TrainRecipe, get_recipe
-from dpquant_compile.lab.results import RESULT, EpochRow, RunResult, read_run, write_run
+from dpquant_compile.lab.results import MODEL, RESULT, EpochRow, RunResult, read_run, write_json, write_run
+from dpquant_compile.lab.tasks import Task, get_task
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.policy import resolve_budget
 from dpquant_compile.privacy.accounting.planning import plan
@@ -47,7 +47,8 @@ def train(
 ) -> RunResult:
     """Run `config` in `folder`, or the rest of it if it was interrupted; a finished run is only read.
 
-    The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, result.json.
+    The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, model.pt (the
+    state_dict) and result.json.
     A folder that belongs to another configuration is refused. `progress` is told of every epoch when it is over.
 
     Guarantee: a run that goes on makes the steps since its last checkpoint again, with new randomness, and the ledger
@@ -79,11 +80,11 @@ class Run:
         self.config, self.folder = config, folder
         self.seconds = dict.fromkeys(("training", "analysis", "evaluation", "compiling"), 0.0)
         self.rows: list[EpochRow] = []
-        self.split = _data(get_recipe(config.recipe), config.data)
-        assert config.batch_size is not None  # recipes say which
+        self.split = _data(get_task(config.task), config.data)
+        assert config.batch_size is not None  # tasks say which
         private, size = config.privacy == "dp", len(self.split.train_x)
         if config.batch_size > size:
-            raise LabError(f"batch_size={config.batch_size}: {config.recipe} has {size} samples to train on")
+            raise LabError(f"batch_size={config.batch_size}: {config.task} has {size} samples to train on")
         if private and config.delta is not None and config.delta * size >= 1:
             warnings.warn(
                 f"delta={config.delta:g} is not below 1/N = {1 / size:.2g}: with such a δ a mechanism may publish a "
@@ -109,7 +110,7 @@ class Run:
     def _begin(self, noise: float) -> None:
         """Make everything private, and go on from the last checkpoint."""
         config = self.config
-        assert config.max_grad_norm is not None and config.batch_size is not None  # recipes say which
+        assert config.max_grad_norm is not None and config.batch_size is not None  # tasks say which
         parts: Any = self.engine.make_private(
             module=self.model.train(),
             optimizer=_optimizer(config, self.model),
@@ -128,7 +129,7 @@ class Run:
 
     def epochs(self) -> Iterator[EpochRow]:
         """Train the epochs that are left."""
-        assert self.config.epochs is not None  # recipes say how many
+        assert self.config.epochs is not None  # tasks say how many
         while len(self.rows) < self.config.epochs:
             number = len(self.rows)
             begun, policy = time.perf_counter(), tuple(sorted(self.model.policy))
@@ -147,7 +148,7 @@ class Run:
             yield self.rows[-1]
 
     def finish(self) -> RunResult:
-        """Write the result. ε is that of the whole run: no analysis follows the last epoch."""
+        """Write the model and the result. ε is that of the whole run: no analysis follows the last epoch."""
         last, private = self.rows[-1], self.config.privacy == "dp"
         result = RunResult(
             key=self.config.key,
@@ -164,12 +165,13 @@ class Run:
             seconds=dict(self.seconds),
             versions={"torch": torch.__version__, "dpquant_compile": dpquant_compile.__version__},
         )
+        write_whole(self.folder / MODEL, lambda file: torch.save(self.model.state_dict(), file))
         write_run(result, self.folder)
         return result
 
     @property
     def _delta(self) -> float:
-        assert self.config.delta is not None  # recipes say which
+        assert self.config.delta is not None  # tasks say which
         return self.config.delta
 
     def _claim(self) -> None:
@@ -185,8 +187,7 @@ class Run:
                     "Fix: another folder, or the same settings as before to go on"
                 )
             return
-        text = json.dumps(own, indent=1)
-        write_whole(path, lambda file: file.write(text.encode()))
+        write_json(path, own)
 
     def _scheduler(self) -> Scheduler:
         config, names = self.config, self.model.sites.names
@@ -229,7 +230,7 @@ class Run:
     def _accuracy(self, policy: "str | tuple[str, ...]") -> float:
         """The share of right answers on the test data, with these sites in low precision.
 
-        Low precision is what train() runs; the models of the recipes have no dropout or the like, that train() changes.
+        Low precision is what train() runs; the models of the tasks have no dropout or the like, that train() changes.
         """
         own = tuple(self.model.policy)
         self.model.train(policy != "none")
@@ -268,33 +269,33 @@ class Run:
 
 
 @lru_cache(maxsize=2)
-def _data(recipe: TrainRecipe, folder: str | None) -> Split:
+def _data(task: Task, folder: str | None) -> Split:
     path = None if folder is None else Path(folder)
     if path is not None and not path.is_dir():
         raise LabError(f"data={folder!r} is no folder")
-    return recipe.data(path)
+    return task.data(path)
 
 
 @lru_cache(maxsize=2)
-def _compiled(recipe: TrainRecipe, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
-    """A recipe's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
-    model = recipe.model(None if folder is None else Path(folder))
-    example = _data(recipe, folder).train_x[:2]
+def _compiled(task: Task, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
+    """A task's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
+    model = task.model(None if folder is None else Path(folder))
+    example = _data(task, folder).train_x[:2]
     return compile_model(
         model,
         budget=0,
         format=number_format,
         quantize_outputs=outputs,
-        inner=recipe.inner,
+        inner=task.inner,
         example_inputs=(example,),
     )
 
 
 def _fresh(config: RunConfig) -> CompiledModule:
     """The compiled model as a run of this seed begins. Its rounding in training follows the engine's secret."""
-    model = _compiled(get_recipe(config.recipe), config.data, config.format, config.quantize_outputs)
+    model = _compiled(get_task(config.task), config.data, config.format, config.quantize_outputs)
     folder = None if config.data is None else Path(config.data)
-    model.load_state_dict(seeded(partial(get_recipe(config.recipe).model, folder), config.seed).state_dict())
+    model.load_state_dict(seeded(partial(get_task(config.task).model, folder), config.seed).state_dict())
     # An evaluation in low precision draws public bits by step; runs that begin this far apart never use the same.
     model.step = config.seed << 24
     return model
@@ -314,7 +315,7 @@ def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
 
 
 def _rate(config: RunConfig, epoch: int) -> float:
-    assert config.lr is not None and config.epochs is not None  # recipes say both
+    assert config.lr is not None and config.epochs is not None  # tasks say both
     left = 1 - epoch / config.epochs
     factors = {"none": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
     return config.lr * factors[config.lr_decay or "none"]
@@ -325,42 +326,18 @@ def _noise(config: RunConfig, size: int) -> float:
     if config.noise_multiplier is not None:
         return config.noise_multiplier
     measures = config.scheduler in ("dpquant", "greedy") and 0 < config.budget < 1
-    return _planned(
-        config.target_epsilon or math.inf,
-        config.delta or 0.0,
-        size,
-        config.batch_size or 1,
-        config.epochs or 1,
-        config.n_interval or 2,
-        config.n_sample,
-        config.physical or 1,
-        config.sigma_measure,
-        config.estimator if measures else None,
-    )
-
-
-@lru_cache
-def _planned(
-    target: float,
-    delta: float,
-    size: int,
-    batch: int,
-    epochs: int,
-    interval: int,
-    sample: float | None,
-    physical: int,
-    sigma: float | None,
-    estimator: str | None,
-) -> float:
-    return plan(
-        target_epsilon=target,
-        delta=delta,
+    return _plan(
+        target_epsilon=config.target_epsilon or math.inf,
+        delta=config.delta or 0.0,
         dataset_size=size,
-        batch_size=batch,
-        epochs=epochs,
-        n_interval=interval,
-        n_sample=sample,
-        max_physical_batch_size=physical,
-        sigma_measure=sigma,
-        estimator=estimator,
+        batch_size=config.batch_size or 1,
+        epochs=config.epochs or 1,
+        n_interval=config.n_interval or 2,
+        n_sample=config.n_sample,
+        max_physical_batch_size=config.physical or 1,
+        sigma_measure=config.sigma_measure,
+        estimator=config.estimator if measures else None,
     ).noise_multiplier
+
+
+_plan = lru_cache(plan)  # the runs of a sweep ask for the same few plans, and each takes seconds

@@ -26,7 +26,10 @@ class Log(Protocol):
     """What a scheduler tells of each epoch when it has run; any object with this method may be given."""
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        """`record` holds epoch, policy, probabilities, scores (noised), analysed, epsilon and epsilons by purpose."""
+        """`record` holds epoch, policy, probabilities, scores (noised), analysed, epsilon and epsilons by purpose.
+
+        The first epoch is 1.
+        """
 
 
 class JsonlLog:

@@ -1,10 +1,8 @@
 """The interactive page: `page.html` filled with style, script, drawing and data. It needs nothing else, no network."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from dpquant_compile.policy import Policy
@@ -12,8 +10,11 @@ from dpquant_compile.sites import SiteTable
 from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode
 from dpquant_compile.view.layout import Layout
 from dpquant_compile.view.svg import ARROWS, STYLE, extent, render_graph
+from dpquant_compile.view.template import fill_template, read_resource
 
 __all__ = ["embed_json", "render_html"]
+
+_HERE = "dpquant_compile.view"
 
 
 def render_html(
@@ -41,11 +42,10 @@ def render_html(
         "arrows": ARROWS,
         "graph": render_graph(nodes, edges, placed, sites, epochs[0] if epochs else policy),
         "data": embed_json(data),
-        "css": _resource("page.css"),
-        "script": _resource("page.js"),
+        "css": read_resource(_HERE, "page.css"),
+        "script": read_resource(_HERE, "page.js"),
     }
-    # One pass over the template, so that text put in is never itself taken for a slot.
-    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
+    return fill_template(_HERE, "page.html", parts)
 
 
 def embed_json(data: object) -> str:
@@ -54,10 +54,6 @@ def embed_json(data: object) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _resource(name: str) -> str:
-    return files("dpquant_compile.view").joinpath(name).read_text(encoding="utf-8")
 
 
 def _epoch(policy: Policy) -> dict[str, str]:

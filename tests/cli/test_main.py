@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,7 +161,7 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_reader_that_leaves_early_is_no_traceback(tmp_path: Path) -> None:
-    line = f"{shlex.quote(sys.executable)} -m dpquant_compile.cli recipes --json | true"
+    line = f"{shlex.quote(sys.executable)} -m dpquant_compile.cli tasks --json | true"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
 
@@ -204,7 +207,7 @@ def test_sites_tells_of_batch_norm(build: str, told: bool, here: Path, capsys: p
     assert ("will refuse this model: layer '1' (BatchNorm2d)" in capsys.readouterr().err) == told
 
 
-def test_sites_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sites_of_a_task(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sites", "cnn-digits", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["sites"]) == 8 and shown["flops"] > 0
@@ -213,7 +216,7 @@ def test_sites_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such-recipe"], "is no recipe. Recipes: resnet18-cifar10"),
+        (["no-such-task"], "is no task. Tasks: resnet18-cifar10"),
         (["no_such_module:build"], "ModuleNotFoundError"),
         (["tiny_models:nothing"], "AttributeError"),
         (["tiny_models:number"], "gives a int, not a torch.nn.Module"),
@@ -314,14 +317,14 @@ def test_plan_asks_one_question() -> None:
         assert end.value.code == 2
 
 
-# recipes and bench
+# tasks and bench
 
 
-def test_recipes_are_all_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--json"]) == 0
-    listed = {recipe["name"]: recipe for recipe in json.loads(capsys.readouterr().out)["recipes"]}
-    assert tuple(listed) == lab.recipe_names() and all(recipe["data"] for recipe in listed.values())
-    assert main(["recipes", "--small"]) == 0
+def test_tasks_are_all_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "--json"]) == 0
+    listed = {task["name"]: task for task in json.loads(capsys.readouterr().out)["tasks"]}
+    assert tuple(listed) == lab.task_names() and all(task["data"] for task in listed.values())
+    assert main(["tasks", "--small"]) == 0
     printed = capsys.readouterr().out
     assert "cnn-digits" in printed and "resnet50-gtsrb" not in printed and "--data" in printed
 
@@ -366,3 +369,37 @@ def test_bench_of_what_is_not_there(checkout: Path, capsys: pytest.CaptureFixtur
     (checkout / "benchmarks" / "quick.py").unlink()
     assert main(["bench"]) == 2
     assert "not part of the installed package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("start", ["-m", "script"])
+def test_an_interrupt_during_imports_is_one_line(start: str, tmp_path: Path) -> None:
+    script = tmp_path / "dpquant"  # as pip makes it
+    script.write_text("import sys\nfrom dpquant_compile.cli.main import main\nsys.exit(main())\n")
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, *(["-m", "dpquant_compile.cli"] if start == "-m" else [str(script)]), "tasks"]
+    root = str(Path(dpq.__file__).parents[1])
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job is born ignoring it
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
+        preexec_fn=heed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (130, "dpquant: interrupted\n")
+
+
+def test_an_interrupt_of_another_program_is_not_touched() -> None:
+    code = "import signal, dpquant_compile; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plan_refuses_a_batch_beyond_the_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --target-epsilon 3 --delta 1e-5 --dataset-size 100 --batch-size 101 --epochs 2".split()
+    assert main(words) == 2
+    assert "--batch-size 101 is more than --dataset-size 100" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from dpquant_compile import lab
 from dpquant_compile.cli import report as report_command
 from dpquant_compile.cli import train as train_command
 from dpquant_compile.cli.main import main
-from dpquant_compile.lab import recipes
+from dpquant_compile.lab import tasks
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.train import Run
 from tests.support.commands import dpquant
@@ -34,11 +34,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a recipe that trains in a second, without a compiler."""
+def task(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a task that trains in a second, without a compiler."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(96, 1, 4, 4, generator=generator), torch.randint(3, (96,), generator=generator)
-    made = recipes.TrainRecipe(
+    made = tasks.Task(
         "tiny",
         "noise",
         lambda folder: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 3)),
@@ -49,7 +49,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> str:
         small=True,
         inner="eager",
     )
-    monkeypatch.setitem(recipes._RECIPES, "tiny", made)
+    monkeypatch.setitem(tasks._TASKS, "tiny", made)
     return "tiny"
 
 
@@ -58,18 +58,19 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_every_field_of_a_run_is_an_option() -> None:
     fields = {field.name for field in dataclasses.fields(lab.RunConfig)}
-    assert {option.field for option in train_command.OPTIONS} | {"recipe"} == fields
+    assert {option.field for option in train_command.OPTIONS} | {"task"} == fields
 
 
-def test_train_writes_a_run_folder_and_prints_it(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", recipe, "--budget", "0.5", "--epochs", "2", "--seed", "3", "--out", "runs", "--json"]
+def test_train_writes_a_run_folder_and_prints_it(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", task, "--budget", "0.5", "--epochs", "2", "--seed", "3", "--out", "runs", "--json"]
     assert main(words) == 0
     said = capsys.readouterr()
     shown = json.loads(said.out)
     folder = here / shown["folder"]
     assert folder.parent == here / "runs" and folder.name == shown["key"]
-    for name in ("config.json", "log.jsonl", "ledger.json", "checkpoint.pt", "result.json"):
+    for name in ("config.json", "log.jsonl", "ledger.json", "checkpoint.pt", "model.pt", "result.json"):
         assert (folder / name).exists(), name
+    assert here / shown["model"] == folder / "model.pt"
     held = lab.read_run(folder)
     assert (held.config.seed, held.config.budget, held.config.epochs) == (3, 0.5, 2)
     assert shown["accuracy"] == held.accuracy and shown["epsilons"] == dict(held.epsilons)
@@ -86,7 +87,7 @@ def test_train_writes_a_run_folder_and_prints_it(recipe: str, here: Path, capsys
 
 
 def test_train_that_is_interrupted_goes_on(
-    recipe: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    task: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
     def impatient(config, output):
@@ -95,7 +96,7 @@ def test_train_that_is_interrupted_goes_on(
 
         yield stop
 
-    words = ["train", recipe, "--budget", "0.5", "--reproducible", "--json"]
+    words = ["train", task, "--budget", "0.5", "--reproducible", "--json"]
     with monkeypatch.context() as patched:
         patched.setattr(train_command, "_progress", impatient)
         assert main([*words, "--out", "stopped"]) == 130
@@ -114,10 +115,10 @@ def test_train_that_is_interrupted_goes_on(
 
 
 def test_a_run_that_was_stopped_says_what_going_on_costs(
-    recipe: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    task: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New randomness, so lost steps count again: a target ε is reached before the last epoch is over."""
-    words = ["train", recipe, "--budget", "0.5", "--target-epsilon", "8"]
+    words = ["train", task, "--budget", "0.5", "--target-epsilon", "8"]
     with monkeypatch.context() as patched:
         patched.setattr(Run, "_accuracy", lambda self, policy: signal.raise_signal(signal.SIGINT))
         assert main(words) == 130  # the first epoch was trained, and not saved
@@ -134,9 +135,9 @@ def test_a_run_that_was_stopped_says_what_going_on_costs(
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_the_claim_says_what_it_rests_on(
-    reproducible: bool, recipe: str, here: Path, capsys: pytest.CaptureFixture[str]
+    reproducible: bool, task: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", recipe, "--epochs", "1", "--seed", "1", *(["--reproducible"] if reproducible else [])]
+    words = ["train", task, "--epochs", "1", "--seed", "1", *(["--reproducible"] if reproducible else [])]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert ("from the operating system's entropy" in printed) is not reproducible
@@ -150,29 +151,29 @@ def test_the_claim_says_what_it_rests_on(
     assert ("ε holds only as long as nobody knows the seeds" in page) is reproducible
 
 
-def test_an_option_that_is_the_default_now_is_explained(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_is_the_default_now_is_explained(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["train", recipe, "--secure-mode"])
+        main(["train", task, "--secure-mode"])
     assert end.value.code == 2
     assert "--secure-mode is the default now: leave it out. Its opposite is --reproducible" in capsys.readouterr().err
 
 
 def test_a_lost_checkpoint_is_told_and_its_attempt_counted(
-    recipe: str, here: Path, capsys: pytest.CaptureFixture[str]
+    task: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", recipe, "--json"]) == 0
+    assert main(["train", task, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     folder = here / first["folder"]
     for name in ("result.json", "checkpoint.pt"):
         (folder / name).unlink()
-    assert main(["train", recipe, "--json"]) == 0
+    assert main(["train", task, "--json"]) == 0
     said = capsys.readouterr()
     assert "starting again; its ledger holds an earlier attempt" in said.err
     assert json.loads(said.out)["epsilon"] > first["epsilon"]
 
 
-def test_train_of_a_control_is_not_called_private(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", recipe, "--privacy", "clip", "--scheduler", "pls", "--epochs", "1"]) == 0
+def test_train_of_a_control_is_not_called_private(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", task, "--privacy", "clip", "--scheduler", "pls", "--epochs", "1"]) == 0
     printed = capsys.readouterr().out
     assert "none: a control" in printed and "ε at" not in printed
 
@@ -180,7 +181,7 @@ def test_train_of_a_control_is_not_called_private(recipe: str, here: Path, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["no-such-recipe"], "no recipe 'no-such-recipe'. Recipes:"),
+        (["no-such-task"], "no task 'no-such-task'. Tasks:"),
         (["tiny", "--budget", "1.5"], "budget=1.5"),
         (["tiny", "--format", "fp3"], "format='fp3': choose one of"),
         (["tiny", "--epochs", "0"], "epochs=0"),
@@ -190,7 +191,7 @@ def test_train_of_a_control_is_not_called_private(recipe: str, here: Path, capsy
     ],
 )
 def test_train_refuses_bad_input_before_it_writes(
-    words: list[str], said: str, recipe: str, here: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, task: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *words, "--out", "runs"]) == 2
     printed = capsys.readouterr()
@@ -199,13 +200,13 @@ def test_train_refuses_bad_input_before_it_writes(
 
 
 def test_train_that_fails_is_code_1(
-    recipe: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    task: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args, **options):
         raise dpq.errors.KernelError("site 'fc' has no kernel")
 
     monkeypatch.setattr(lab, "train", fail)
-    assert main(["train", recipe]) == 1
+    assert main(["train", task]) == 1
     assert "site 'fc' has no kernel" in capsys.readouterr().err
 
 
@@ -214,7 +215,7 @@ def test_train_that_fails_is_code_1(
 
 GRID = """
 [base]
-recipe = "tiny"
+task = "tiny"
 epochs = 1
 
 [[grids]]
@@ -224,9 +225,9 @@ seed = [0, 1]
 """
 
 
-def test_sweep_lists_its_runs(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_lists_its_runs(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("grid.toml").write_text(GRID)
-    train = ["train", recipe, "--epochs", "1", "--scheduler", "pls", "--budget", "0.5", "--seed", "1", "--out", "runs"]
+    train = ["train", task, "--epochs", "1", "--scheduler", "pls", "--budget", "0.5", "--seed", "1", "--out", "runs"]
     assert main(train) == 0
     capsys.readouterr()
     assert main(["sweep", "grid.toml", "--out", "runs", "--dry-run", "--json"]) == 0
@@ -243,14 +244,14 @@ def test_sweep_lists_its_runs(recipe: str, here: Path, capsys: pytest.CaptureFix
     [
         (None, "cannot be read as a grid"),
         ("base = [", "cannot be read as a grid"),
-        ("[bse]\nrecipe = 'tiny'", "bse"),
-        ("[base]\nrecipe = 'tiny'\nbudgett = 1", "budgett: no such field of a run"),
-        ("[base]\nrecipe = 'none'", "there is no recipe 'none'"),
-        ("[base]\nrecipe = 'tiny'\ndata = 'nowhere'", "nowhere"),
+        ("[bse]\ntask = 'tiny'", "bse"),
+        ("[base]\ntask = 'tiny'\nbudgett = 1", "budgett: no such field of a run"),
+        ("[base]\ntask = 'none'", "there is no task 'none'"),
+        ("[base]\ntask = 'tiny'\ndata = 'nowhere'", "nowhere"),
     ],
 )
 def test_sweep_refuses_a_bad_grid(
-    text: str | None, said: str, recipe: str, here: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, said: str, task: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
         Path("grid.toml").write_text(text)
@@ -285,7 +286,7 @@ def test_digits_stop_and_go_on_in_processes(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_digits_sweep_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that fails does not stop the other, and a second sweep has nothing left to do for that one."""
-    base = {"recipe": "cnn-digits", "epochs": 2, "batch_size": 512, "budget": 0.5}
+    base = {"task": "cnn-digits", "epochs": 2, "batch_size": 512, "budget": 0.5}
     impossible = {"n_interval": 1, "target_epsilon": 0.0001}
     (tmp_path / "grid.json").write_text(json.dumps({"base": base, "grids": [{}, impossible]}))
     swept = dpquant("sweep", "grid.json", "--out", "runs", "--json", cwd=tmp_path)
@@ -309,11 +310,11 @@ def test_digits_sweep_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.fixture
-def runs(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def runs(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     for scheduler in ("pls", "static"):
         for seed in ("0", "1"):
             words = ["--scheduler", scheduler, "--seed", seed, "--epochs", "1", "--budget", "0.5", "--out", "runs"]
-            assert main(["train", recipe, *words]) == 0
+            assert main(["train", task, *words]) == 0
     capsys.readouterr()
     return here / "runs"
 
@@ -359,7 +360,7 @@ def test_report_publishes_times_only_if_asked(runs: Path, capsys: pytest.Capture
         (["empty"], "no finished run in empty"),
         (["runs", "-o", "empty"], "empty is a folder"),
         (["runs", "--csv", "report.html"], "one file for two things"),
-        (["runs", "--graph", "no-such-recipe"], "is no recipe"),
+        (["runs", "--graph", "no-such-task"], "is no task"),
     ],
 )
 def test_report_refuses_bad_input_before_it_writes(

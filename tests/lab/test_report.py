@@ -21,7 +21,7 @@ from tests.support.runs import SITES, changed, make_run
 
 # One other value for each field that must not be mixed.
 OTHER: dict[str, Any] = {
-    "recipe": "cnn-gtsrb-small",
+    "task": "cnn-gtsrb-small",
     "format": "uniform4",
     "budget": 0.5,
     "scheduler": "pls",
@@ -152,7 +152,7 @@ def test_one_static_run_has_no_spread() -> None:
     assert "| 1, 1 | +10.00 | – |" in markdown_table([found])
 
 
-@pytest.mark.parametrize("field", ["lr", "epochs", "format", "recipe", "optimizer", "target_epsilon", "budget"])
+@pytest.mark.parametrize("field", ["lr", "epochs", "format", "task", "optimizer", "target_epsilon", "budget"])
 def test_only_like_is_compared_with_like(field: str) -> None:
     assert compare(summarise([make_run(scheduler="static"), make_run(**{field: OTHER[field]})])) == []
 
@@ -193,7 +193,7 @@ def test_full_precision_is_the_baseline_of_every_format() -> None:
 def test_markdown() -> None:
     runs = [make_run(0.8, 0.7, seed=0), make_run(0.9, 0.7, seed=1), make_run(0.5, scheduler="pls", privacy="none")]
     assert markdown_table(summarise(runs), times=True) == (
-        "In all rows: recipe cnn-digits, format luq_fp4, optimizer sgd.\n"
+        "In all rows: task cnn-digits, format luq_fp4, optimizer sgd.\n"
         "\n"
         "| privacy | budget | scheduler | estimator | runs | accuracy, full precision (%) "
         "| accuracy, low precision (%) | ε (δ = 1e-5) | seconds |\n"
@@ -248,9 +248,17 @@ def test_a_page_says_where_the_randomness_came_from(number: int, tmp_path: Path)
     assert SEEDS not in words_of([*fresh, control], tmp_path / "d.html")
 
 
-@pytest.mark.parametrize("recipe", ["cnn-digits", "cnn-gtsrb-small"])
-def test_a_page_of_both_kinds_says_which_is_which(recipe: str, tmp_path: Path) -> None:
-    runs = [make_run(), make_run(seed=1), make_run(recipe=recipe, reproducible=True)]
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_page_says_whom_its_epsilon_protects(number: int, tmp_path: Path) -> None:
+    said = words_of([make_run(seed=seed) for seed in range(number)], tmp_path / "a.html")
+    assert said.count("Unit of privacy: one sample of the dataset.") == 1
+    assert said.count("neighbours if one is the other with one sample of the dataset added or removed") == 1
+    assert "Unit of privacy" not in words_of([make_run(privacy="none", budget=0.0)], tmp_path / "b.html")
+
+
+@pytest.mark.parametrize("task", ["cnn-digits", "cnn-gtsrb-small"])
+def test_a_page_of_both_kinds_says_which_is_which(task: str, tmp_path: Path) -> None:
+    runs = [make_run(), make_run(seed=1), make_run(task=task, reproducible=True)]
     said = words_of(runs, tmp_path / "report.html")
     assert "1 of 3 private runs are reproducible, as the column of that name says" in said
     assert SEEDS in said and SYSTEM in said
@@ -280,7 +288,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     for seed in (0, 1):
         run = make_run(seed=seed)
         rows = tuple(dataclasses.replace(row, policy=(evil,)) for row in run.epochs)
-        config = dataclasses.replace(run.config, recipe=evil)
+        config = dataclasses.replace(run.config, task=evil)
         runs.append(
             changed(
                 run,

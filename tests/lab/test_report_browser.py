@@ -26,8 +26,8 @@ WIDTHS = (1280, 420)
 
 def many_runs() -> list[RunResult]:
     runs = []
-    for recipe, seed in itertools.product(("cnn-digits", "cnn-gtsrb-small"), range(3)):
-        run: dict[str, Any] = {"recipe": recipe, "seed": seed, "epochs": 12}
+    for task, seed in itertools.product(("cnn-digits", "cnn-gtsrb-small"), range(3)):
+        run: dict[str, Any] = {"task": task, "seed": seed, "epochs": 12}
         runs.append(make_run(0.93 + 0.004 * seed, **run, budget=0.0))
         runs.append(make_run(0.72, 0.6 + 0.01 * seed, **run, budget=1.0))
         for budget in (0.5, 0.75, 0.9):
@@ -112,14 +112,14 @@ def test_a_link_opens_a_run(page: Page, urls: dict[str, str]) -> None:
     page.wait(f"document.querySelector('#shown .key').textContent === '{RUNS[0].key}'")
 
 
-def test_the_filter_leaves_one_recipe(page: Page, urls: dict[str, str]) -> None:
+def test_the_filter_leaves_one_task(page: Page, urls: dict[str, str]) -> None:
     page.open(urls["many"])
     rows = "[...document.querySelectorAll('#headline tbody tr')].filter((tr) => tr.checkVisibility()).length"
     charts = "[...document.querySelectorAll('#budget .chart')].filter((c) => c.checkVisibility()).length"
     before = page.run(rows), page.run(charts)
-    choose(page, "recipe", "cnn-digits")
+    choose(page, "task", "cnn-digits")
     assert (page.run(rows) * 2, page.run(charts) * 2) == before == (28, 4)
-    choose(page, "recipe", "")
+    choose(page, "task", "")
     assert (page.run(rows), page.run(charts)) == before
 
 

@@ -1,4 +1,4 @@
-"""Recipes, configurations, archives, run folders and sweeps."""
+"""Tasks, configurations, archives, run folders and sweeps."""
 
 import dataclasses
 import json
@@ -17,12 +17,12 @@ from torch import nn
 
 from dpquant_compile import torchvision_compat
 from dpquant_compile.errors import LabError
-from dpquant_compile.lab import RunConfig, data, expand, find_runs, get_recipe, read_run, recipe_names, sweep
+from dpquant_compile.lab import RunConfig, data, expand, find_runs, get_task, read_run, sweep, task_names
 from dpquant_compile.lab.archive import read_archive
-from dpquant_compile.lab.recipes import register_recipe
+from dpquant_compile.lab.tasks import register_task
 from dpquant_compile.lab.train import Run, train
 from dpquant_compile.privacy.accounting.planning import plan
-from tests.support.tiny_recipe import tiny_model, tiny_recipe
+from tests.support.tiny_task import tiny_model, tiny_task
 
 PUBLISHED = (
     "resnet18-cifar10 resnet18-gtsrb resnet50-gtsrb densenet121-cifar10 densenet121-gtsrb resnet18-emnist bert-snli"
@@ -32,25 +32,25 @@ SMALL = "cnn-digits cnn-gtsrb-small resnet18-gtsrb-small resnet18-gtsrb-tuned cn
 
 @pytest.fixture(scope="module")
 def tiny() -> str:
-    return tiny_recipe()
+    return tiny_task()
 
 
-# Recipes and configurations
+# Tasks and configurations
 
 
-def test_the_recipes_that_were_promised_are_there() -> None:
-    assert set(f"{PUBLISHED} {SMALL}".split()) <= set(recipe_names())
-    assert all(get_recipe(name).small == (name in SMALL.split()) for name in f"{PUBLISHED} {SMALL}".split())
+def test_the_tasks_that_were_promised_are_there() -> None:
+    assert set(f"{PUBLISHED} {SMALL}".split()) <= set(task_names())
+    assert all(get_task(name).small == (name in SMALL.split()) for name in f"{PUBLISHED} {SMALL}".split())
 
 
 def test_a_name_is_taken_once_and_an_unknown_one_lists_the_others() -> None:
     with pytest.raises(LabError, match="already"):
-        register_recipe(get_recipe("cnn-digits"))
-    with pytest.raises(LabError, match=r"no recipe 'cnn-digit'\. Did you mean cnn-digits\? Recipes: "):
-        get_recipe("cnn-digit")
+        register_task(get_task("cnn-digits"))
+    with pytest.raises(LabError, match=r"no task 'cnn-digit'\. Did you mean cnn-digits\? Tasks: "):
+        get_task("cnn-digit")
 
 
-def test_a_recipe_fills_in_what_is_not_given() -> None:
+def test_a_task_fills_in_what_is_not_given() -> None:
     config = RunConfig("cnn-digits", lr=0.25).resolved()
     assert (config.lr, config.epochs, config.noise_multiplier) == (0.25, 12, 1.3)
     assert RunConfig("cnn-digits", optimizer="adam").resolved().lr == 0.01
@@ -74,14 +74,16 @@ def test_a_recipe_fills_in_what_is_not_given() -> None:
 )
 def test_bad_values_are_refused_by_name(field: str, value: object, message: str) -> None:
     with pytest.raises(LabError, match=message) as caught:
-        RunConfig.from_json({"recipe": "cnn-digits", field: value})
+        RunConfig.from_json({"task": "cnn-digits", field: value})
     assert field in str(caught.value)
 
 
 def test_fields_that_do_not_exist_are_refused() -> None:
     with pytest.raises(LabError, match="bugdet: no such field"):
-        RunConfig.from_json({"recipe": "cnn-digits", "bugdet": 0.5})
-    with pytest.raises(LabError, match="needs a recipe"):
+        RunConfig.from_json({"task": "cnn-digits", "bugdet": 0.5})
+    with pytest.raises(LabError, match="write task = … in its place"):
+        RunConfig.from_json({"recipe": "cnn-digits"})
+    with pytest.raises(LabError, match="needs a task"):
         RunConfig.from_json({"seed": 1})
 
 
@@ -148,13 +150,18 @@ def test_a_run_leaves_a_folder_that_can_be_read(tiny: str, tmp_path: Path) -> No
         "log.jsonl",
         "ledger.json",
         "checkpoint.pt",
+        "model.pt",
         "result.json",
     }
+    held, last = (torch.load(tmp_path / "run" / name, weights_only=True) for name in ("model.pt", "checkpoint.pt"))
+    assert list(held) == list(tiny_model(None).state_dict()), "the names are those of the task's own model"
+    assert all(torch.equal(value, last["dpquant"]["model"][name]) for name, value in held.items())
     assert all(len(row.policy) == 2 for row in result.epochs), "three quarters of three sites, rounded"
     assert set(result.epsilons) == {"training", "analysis"}
     assert result.epsilon is not None and result.epsilons["training"] < result.epsilon
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [tuple(line["policy"]) for line in log] == [row.policy for row in result.epochs]
+    assert [line["epoch"] for line in log] == [row.epoch for row in result.epochs] == [1, 2, 3, 4]
 
 
 def test_a_second_run_of_one_process_is_not_touched_by_the_first(tiny: str, tmp_path: Path) -> None:
@@ -260,13 +267,13 @@ def test_low_precision_is_evaluated_in_low_precision(tiny: str, tmp_path: Path) 
 
 def test_a_grid_is_a_product_of_its_lists() -> None:
     grid = {
-        "base": {"recipe": "cnn-digits", "epochs": 1},
+        "base": {"task": "cnn-digits", "epochs": 1},
         "grids": [{"budget": [0.5, 0.75], "seed": [0, 1]}, {"budget": 0.5, "seed": [1, 2]}],
     }
     configs = expand(grid)
     assert sorted((c.budget, c.seed) for c in configs) == [(0.5, 0), (0.5, 1), (0.5, 2), (0.75, 0), (0.75, 1)]
     zipped = expand(
-        {"base": {"recipe": "cnn-digits"}, "grids": [{"zip": ["lr", "seed"], "lr": [1.0, 2.0], "seed": [3, 4]}]}
+        {"base": {"task": "cnn-digits"}, "grids": [{"zip": ["lr", "seed"], "lr": [1.0, 2.0], "seed": [3, 4]}]}
     )
     assert [(c.lr, c.seed) for c in zipped] == [(1.0, 3), (2.0, 4)]
 
@@ -275,9 +282,9 @@ def test_a_grid_is_a_product_of_its_lists() -> None:
     ("grid", "message"),
     [
         ({"bases": {}}, "bases: a grid has"),
-        ({"base": {"recipe": "cnn-digits"}, "grids": [{"zip": ["lr"]}]}, "zip names lr"),
-        ({"base": {"recipe": "cnn-digits"}, "grids": [{"zip": ["lr", "seed"], "lr": [1.0], "seed": [1, 2]}]}, "length"),
-        ({"base": {"recipe": "cnn-digits"}, "grids": [{"sed": [1]}]}, "sed: no such field"),
+        ({"base": {"task": "cnn-digits"}, "grids": [{"zip": ["lr"]}]}, "zip names lr"),
+        ({"base": {"task": "cnn-digits"}, "grids": [{"zip": ["lr", "seed"], "lr": [1.0], "seed": [1, 2]}]}, "length"),
+        ({"base": {"task": "cnn-digits"}, "grids": [{"sed": [1]}]}, "sed: no such field"),
     ],
 )
 def test_grids_with_mistakes_are_refused(grid: dict[str, object], message: str) -> None:
@@ -346,7 +353,7 @@ def test_a_folder_without_runs_is_told(tmp_path: Path) -> None:
         find_runs([tmp_path / "nowhere"])
 
 
-def test_small_recipes_train_on_the_same_images_from_either_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tasks_train_on_the_same_images_from_either_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without archives torchvision's images are taken, and as many of them."""
     images = np.arange(3 * 8 * 4, dtype=np.uint8).reshape(8, 2, 2, 3)
     monkeypatch.setattr(data, "_torchvision", lambda *args, **kwargs: (images, np.arange(8)))
@@ -360,12 +367,12 @@ def test_pretrained_weights_are_read_from_the_folder(tmp_path: Path) -> None:
     source = torchvision_compat.models().resnet18(num_classes=7)
     state = {key: value.half() if value.is_floating_point() else value for key, value in source.state_dict().items()}
     torch.save(state, tmp_path / "resnet18_other_stem1.pth")
-    net: Any = get_recipe("resnet18-gtsrb").model(tmp_path)
+    net: Any = get_task("resnet18-gtsrb").model(tmp_path)
     assert net.conv1.stride == (1, 1) and net.fc.out_features == 43 and net.conv1.weight.dtype == torch.float32
     assert torch.equal(net.layer4[1].conv2.weight, state["layer4.1.conv2.weight"].float())
     torch.save({"fc.weight": torch.zeros(3, 4)}, tmp_path / "resnet18_other_stem1.pth")
     with pytest.raises(LabError, match="does not hold the weights of resnet18"):
-        get_recipe("resnet18-gtsrb").model(tmp_path)
+        get_task("resnet18-gtsrb").model(tmp_path)
 
 
 def test_settings_that_do_not_fit_the_data_are_told(tiny: str, tmp_path: Path) -> None:
@@ -375,6 +382,6 @@ def test_settings_that_do_not_fit_the_data_are_told(tiny: str, tmp_path: Path) -
     with pytest.warns(UserWarning, match="not below 1/N"):
         Run(RunConfig(tiny, delta=0.5).resolved(), tmp_path / "delta")
     with pytest.raises(LabError, match=r"Did you mean cnn-digits\?"):
-        get_recipe("cnn-digit")
+        get_task("cnn-digit")
     with pytest.raises(LabError, match=r"Did you mean budget\?"):
-        RunConfig.from_json({"recipe": "cnn-digits", "budgett": 0.5})
+        RunConfig.from_json({"task": "cnn-digits", "budgett": 0.5})

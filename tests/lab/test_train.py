@@ -11,12 +11,12 @@ import torch
 from dpquant_compile.errors import LabError
 from dpquant_compile.lab import RunConfig, find_runs
 from dpquant_compile.lab.train import Run, train
-from tests.support.tiny_recipe import tiny_recipe
+from tests.support.tiny_task import tiny_task
 
 
 @pytest.fixture(scope="module")
 def tiny() -> str:
-    return tiny_recipe()
+    return tiny_task()
 
 
 def parameters(run: Run) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_steps_that_were_lost_count_again(tiny: str, tmp_path: Path) -> None:
 def test_a_field_of_an_earlier_release_is_told_apart_from_a_mistake() -> None:
     for value in (True, False):
         with pytest.raises(LabError, match=r"secure_mode = true is the default now.* write reproducible = true"):
-            RunConfig.from_json({"recipe": "cnn-digits", "secure_mode": value})
+            RunConfig.from_json({"task": "cnn-digits", "secure_mode": value})
     with pytest.raises(LabError, match="reproducible='false': give true or false"):
         RunConfig("cnn-digits", reproducible="false")  # type: ignore[arg-type]
 
@@ -79,8 +79,8 @@ def test_a_result_of_an_earlier_release_is_refused(tiny: str, tmp_path: Path) ->
     train(RunConfig(tiny, epochs=1), tmp_path / "run")
     path = tmp_path / "run" / "result.json"
     held = json.loads(path.read_text())
-    assert held["version"] == 2
-    held["config"]["secure_mode"] = not held["config"].pop("reproducible")
-    path.write_text(json.dumps({**held, "version": 1}))
-    with pytest.raises(LabError, match=r"result\.json: a result of version 1, not 2: another release .* Fix: train it"):
+    assert held["version"] == 3
+    held["config"]["recipe"] = held["config"].pop("task")
+    path.write_text(json.dumps({**held, "version": 2}))
+    with pytest.raises(LabError, match=r"result\.json: a result of version 2, not 3: another release .* Fix: train it"):
         find_runs([tmp_path])

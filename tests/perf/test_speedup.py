@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dpquant_compile as dpq
+from dpquant_compile import perf
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.perf.speedup import PAPER_SHARES, STAGES
 
-XPU = dpq.Accelerator("XPU-4", 4.0, "a data sheet")
+XPU = perf.Accelerator("XPU-4", 4.0, "a data sheet")
 STEP = dict(forward=4.0, backward=8.0, clip=2.0, noise=0.5, scale=0.25, other_optimizer=0.75, other=0.5)
 
 
-def measured(device: str = "a CPU", **changes: float) -> dpq.StageTimes:
-    return dpq.StageTimes(**(STEP | changes), device=device)
+def measured(device: str = "a CPU", **changes: float) -> perf.StageTimes:
+    return perf.StageTimes(**(STEP | changes), device=device)
 
 
-def pair(total: float, overhead: float, device: str = "a CPU") -> dpq.TotalTimes:
-    return dpq.TotalTimes(total, overhead, device=device)
+def pair(total: float, overhead: float, device: str = "a CPU") -> perf.TotalTimes:
+    return perf.TotalTimes(total, overhead, device=device)
 
 
 # The formula
@@ -30,39 +30,39 @@ def pair(total: float, overhead: float, device: str = "a CPU") -> dpq.TotalTimes
 seconds = st.floats(0, 1e6)
 share = st.floats(0, 1)
 profiles = st.builds(
-    lambda times: dpq.StageTimes(**dict(zip(STAGES, times, strict=True)), device="a CPU"),
+    lambda times: perf.StageTimes(**dict(zip(STAGES, times, strict=True)), device="a CPU"),
     st.lists(seconds, min_size=len(STAGES), max_size=len(STAGES)).filter(lambda times: sum(times) > 1e-6),
 )
 
 
 @given(profiles, share, share, st.floats(0.1, 100), seconds)
 def test_formula_is_the_papers(profile, p, q, factor, analysis):
-    result = dpq.estimate_speedup(profile, p, factor=factor, analysis=analysis)
+    result = perf.estimate_speedup(profile, p, factor=factor, analysis=analysis)
     overhead = profile.noise + profile.other_optimizer + profile.other
     expected = analysis + (1 - p + p / factor) * (profile.total - overhead) + overhead
     assert result.after == pytest.approx(expected, rel=1e-9)
     assert result.before == profile.total and result.ratio == result.before / result.after
     assert result.after >= (analysis + overhead) * (1 - 1e-12)
     # More in low precision is never slower where low precision is faster, and never faster where it is slower.
-    other = dpq.estimate_speedup(profile, q, factor=factor, analysis=analysis)
+    other = perf.estimate_speedup(profile, q, factor=factor, analysis=analysis)
     low, high = (result, other) if p <= q else (other, result)
     assert (high.after <= low.after) if factor >= 1 else (high.after >= low.after)
 
 
 @given(profiles, st.floats(0.1, 100))
 def test_nothing_in_low_precision_changes_nothing(profile, factor):
-    assert dpq.estimate_speedup(profile, 0, factor=factor).ratio == 1.0
+    assert perf.estimate_speedup(profile, 0, factor=factor).ratio == 1.0
 
 
 @given(profiles, share)
 def test_pair_and_stages_say_the_same(profile, p):
     direct = pair(profile.total, profile.overhead())
-    assert dpq.estimate_speedup(direct, p) == dpq.estimate_speedup(profile, p)
+    assert perf.estimate_speedup(direct, p) == perf.estimate_speedup(profile, p)
 
 
 def test_four_times_unless_told_otherwise():
-    assert dpq.estimate_speedup(pair(1.0, 0.0), 1).ratio == 4.0
-    assert dpq.estimate_speedup(pair(1.0, 0.0), 1, accelerator=dpq.Accelerator("X", 7.3, "s")).ratio == pytest.approx(
+    assert perf.estimate_speedup(pair(1.0, 0.0), 1).ratio == 4.0
+    assert perf.estimate_speedup(pair(1.0, 0.0), 1, accelerator=perf.Accelerator("X", 7.3, "s")).ratio == pytest.approx(
         7.3
     )
 
@@ -73,12 +73,12 @@ def test_overhead_is_what_the_paper_says_and_shares_override_it():
     assert profile.overhead({"clip": 0, "scale": 0.0}) == 1.75 + 2.0 + 0.25  # ours clips and scales in float32
     assert profile.overhead({"noise": 0.5}) == 1.75 - 0.25
     shares = dict.fromkeys(STAGES, 0.0)
-    assert dpq.estimate_speedup(profile, 1, shares=shares).ratio == 1.0
+    assert perf.estimate_speedup(profile, 1, shares=shares).ratio == 1.0
     assert [stage for stage in STAGES if PAPER_SHARES[stage]] == ["forward", "backward", "clip", "scale"]
 
 
 def test_analysis_is_added_in_full():
-    assert dpq.estimate_speedup(pair(10.0, 2.0), 1, analysis=1.0).after == 1.0 + 8.0 / 4 + 2.0
+    assert perf.estimate_speedup(pair(10.0, 2.0), 1, analysis=1.0).after == 1.0 + 8.0 / 4 + 2.0
 
 
 # The paper's table: total time, operations with speed-up, overhead, overhead in per cent. Its unit is not stated.
@@ -102,7 +102,7 @@ MICRO_BATCHES = {"CIFAR10": 391, "EMNIST": 882}  # of 128 samples, an epoch; tha
 def papers(config: str, analysis_share: float = 0.0) -> float:
     total, _, overhead, _ = PAPER[config]
     profile = pair(total, overhead, "the paper's GPU")
-    return dpq.estimate_speedup(profile, P, analysis=analysis_share * total).ratio
+    return perf.estimate_speedup(profile, P, analysis=analysis_share * total).ratio
 
 
 @pytest.mark.parametrize("config", PAPER)
@@ -110,7 +110,7 @@ def test_papers_overheads_come_out(config):
     total, gains, overhead, per_cent = PAPER[config]
     assert gains + overhead == pytest.approx(total, rel=1e-12)
     assert round(100 * overhead / total, 2) == per_cent
-    stages = dpq.StageTimes(
+    stages = perf.StageTimes(
         forward=gains, backward=0, clip=0, noise=overhead, scale=0, other_optimizer=0, other=0, device="the paper's GPU"
     )
     assert stages.overhead() / stages.total == pytest.approx(per_cent / 100, abs=5e-5)
@@ -149,7 +149,7 @@ def test_papers_range_is_not_that_of_its_own_analyses_either():
 
 
 def test_accelerator_makes_a_projection_of_a_measured_profile():
-    result = dpq.estimate_speedup(measured(), 0.5, accelerator=XPU)
+    result = perf.estimate_speedup(measured(), 0.5, accelerator=XPU)
     assert (result.kind, result.device) == ("projected", "XPU-4")
     assert str(result) == (
         "1.50× projected for XPU-4, not measured: 16 s become 10.66 s with 0.5 of the quantizable work at 4× "
@@ -162,26 +162,26 @@ def test_accelerator_makes_a_projection_of_a_measured_profile():
 
 
 def test_assumed_factor_is_a_projection_too():
-    result = dpq.estimate_speedup(measured(), 0.5)
+    result = perf.estimate_speedup(measured(), 0.5)
     assert result.kind == "projected" and "projected for the FP4 accelerator that DPQuant assumes" in str(result)
 
 
 def test_measured_factor_stays_measured():
-    result = dpq.estimate_speedup(measured(), 0.5, factor=2)
+    result = perf.estimate_speedup(measured(), 0.5, factor=2)
     assert (result.kind, result.device) == ("measured", "a CPU")
     assert "measured on a CPU" in str(result) and "projected" not in str(result)
 
 
 def test_projected_profile_takes_its_own_accelerator_only():
     projected = dataclasses.replace(measured("XPU-4"), kind="projected")
-    assert dpq.estimate_speedup(projected, 0.5, accelerator=XPU).device == "XPU-4"
+    assert perf.estimate_speedup(projected, 0.5, accelerator=XPU).device == "XPU-4"
     assert "projected for XPU-4" in str(projected)
     with pytest.raises(PrivacySpecError, match=r"projected for XPU-4.*accelerator=Accelerator\('XPU-4'"):
-        dpq.estimate_speedup(projected, 0.5)
+        perf.estimate_speedup(projected, 0.5)
     with pytest.raises(PrivacySpecError, match="is of Y:"):
-        dpq.estimate_speedup(projected, 0.5, accelerator=dpq.Accelerator("Y", 4, "s"))
+        perf.estimate_speedup(projected, 0.5, accelerator=perf.Accelerator("Y", 4, "s"))
     with pytest.raises(PrivacySpecError, match="factor= is a measured figure"):
-        dpq.estimate_speedup(projected, 0.5, factor=3)
+        perf.estimate_speedup(projected, 0.5, factor=3)
 
 
 def test_profiles_of_one_kind_and_device_add_up():
@@ -221,22 +221,22 @@ def test_profile_prints_where_it_is_from():
         (lambda: measured(device=" "), r"StageTimes\.device=' '"),
         (lambda: dataclasses.replace(measured(), kind="guessed"), "'measured' or 'projected'"),
         (lambda: pair(1.0, 2.0), "cannot be more"),
-        (lambda: dpq.Accelerator("", 4.0, "s"), r"Accelerator\.name"),
-        (lambda: dpq.Accelerator("X", 4.0, ""), r"Accelerator\.source"),
-        (lambda: dpq.Accelerator("X", 0.0, "s"), r"Accelerator\.speedup=0\.0"),
-        (lambda: dpq.estimate_speedup(measured(), 90), "p=90: give a share from 0 to 1"),
-        (lambda: dpq.estimate_speedup(measured(), float("nan")), "p=nan"),
-        (lambda: dpq.estimate_speedup(measured(), 0.5, analysis=-1), "analysis=-1"),
-        (lambda: dpq.estimate_speedup(measured(), 0.5, factor=0), "factor=0"),
-        (lambda: dpq.estimate_speedup(measured(), 0.5, factor=2, accelerator=XPU), "give one of them"),
+        (lambda: perf.Accelerator("", 4.0, "s"), r"Accelerator\.name"),
+        (lambda: perf.Accelerator("X", 4.0, ""), r"Accelerator\.source"),
+        (lambda: perf.Accelerator("X", 0.0, "s"), r"Accelerator\.speedup=0\.0"),
+        (lambda: perf.estimate_speedup(measured(), 90), "p=90: give a share from 0 to 1"),
+        (lambda: perf.estimate_speedup(measured(), float("nan")), "p=nan"),
+        (lambda: perf.estimate_speedup(measured(), 0.5, analysis=-1), "analysis=-1"),
+        (lambda: perf.estimate_speedup(measured(), 0.5, factor=0), "factor=0"),
+        (lambda: perf.estimate_speedup(measured(), 0.5, factor=2, accelerator=XPU), "give one of them"),
         (
-            lambda: dpq.estimate_speedup(measured(), 0.5, shares={"clipping": 1}),
+            lambda: perf.estimate_speedup(measured(), 0.5, shares={"clipping": 1}),
             "clipping, no stage.*forward, backward",
         ),
-        (lambda: dpq.estimate_speedup(measured(), 0.5, shares={"clip": 2}), r"shares\['clip'\]=2"),
-        (lambda: dpq.estimate_speedup(pair(1, 0), 0.5, shares={}), "give a StageTimes"),
-        (lambda: dpq.estimate_speedup(pair(0, 0), 0.5), "takes time"),
-        (lambda: dpq.estimate_speedup((1.0, 0.5), 0.5), "give a StageTimes, or TotalTimes"),
+        (lambda: perf.estimate_speedup(measured(), 0.5, shares={"clip": 2}), r"shares\['clip'\]=2"),
+        (lambda: perf.estimate_speedup(pair(1, 0), 0.5, shares={}), "give a StageTimes"),
+        (lambda: perf.estimate_speedup(pair(0, 0), 0.5), "takes time"),
+        (lambda: perf.estimate_speedup((1.0, 0.5), 0.5), "give a StageTimes, or TotalTimes"),
     ],
 )
 def test_refused(make: Callable[[], Any], match: str) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
+from dpquant_compile import perf
 from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.perf.speedup import STAGES
@@ -77,13 +78,13 @@ def run() -> Run:
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_stages_add_up_to_the_step(backend):
     run = Run(backend=backend)
-    times = dpq.measure_stages(run.step, run.engine, repeats=3, warmup=2)
+    times = perf.measure_stages(run.step, run.engine, repeats=3, warmup=2)
     assert times.kind == "measured" and "CPU" in times.device
     assert len(run.taken) == 2 + 2 * 3
     assert times.total == pytest.approx(statistics.median(run.taken[2::2]), rel=0.05, abs=2e-3)
     assert all(getattr(times, stage) > 0 for stage in STAGES)
     assert (
-        dpq.estimate_speedup(times, 0.9, accelerator=dpq.Accelerator("XPU-4", 4.0, "a data sheet")).kind == "projected"
+        perf.estimate_speedup(times, 0.9, accelerator=perf.Accelerator("XPU-4", 4.0, "its maker")).kind == "projected"
     )
 
 
@@ -114,7 +115,7 @@ def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_delay_shows_in_its_stage(run, monkeypatch, stage, find):
     owner, name = find(run)
     monkeypatch.setattr(owner, name, delayed(getattr(owner, name)))
-    times = dpq.measure_stages(run.step, run.engine, repeats=1, warmup=0)
+    times = perf.measure_stages(run.step, run.engine, repeats=1, warmup=0)
     # Clipping is a share of backward by a profile of it, the others are by the clock and cannot be less.
     assert getattr(times, stage) > DELAY * (0.5 if stage in ("clip", "backward") else 1)
     assert max(STAGES, key=lambda other: getattr(times, other)) == stage
@@ -122,11 +123,11 @@ def test_delay_shows_in_its_stage(run, monkeypatch, stage, find):
 
 def test_measuring_leaves_no_trace(run):
     before = run.patchable()
-    dpq.measure_stages(run.step, run.engine, repeats=1, warmup=0)
+    perf.measure_stages(run.step, run.engine, repeats=1, warmup=0)
     assert [set(one) for one in run.patchable()] == [set(one) for one in before]
     torch.optim.lr_scheduler.StepLR(run.optimizer, 1)  # has a wrapper of its own around step
     wrapped = run.optimizer.step
-    dpq.measure_stages(run.step, run.engine, repeats=1, warmup=0)
+    perf.measure_stages(run.step, run.engine, repeats=1, warmup=0)
     assert run.optimizer.step is wrapped
 
 
@@ -140,13 +141,13 @@ def test_failing_step_leaves_no_trace(run):
         run.step()
 
     with pytest.raises(ZeroDivisionError):
-        dpq.measure_stages(fails, run.engine, repeats=1, warmup=0)
+        perf.measure_stages(fails, run.engine, repeats=1, warmup=0)
     assert [set(one) for one in run.patchable()] == [set(one) for one in before]
 
 
 def test_what_is_no_whole_step_is_refused(run):
     with pytest.raises(PrivacySpecError, match="step has no forward, backward, noise of this engine's model"):
-        dpq.measure_stages(lambda: None, run.engine, repeats=1, warmup=0)
+        perf.measure_stages(lambda: None, run.engine, repeats=1, warmup=0)
 
     def part() -> None:
         batches = iter(run.loader)
@@ -155,8 +156,8 @@ def test_what_is_no_whole_step_is_refused(run):
         run.optimizer.step()  # within the logical batch, so it does nothing
 
     with pytest.raises(PrivacySpecError, match=r"step has no noise .* end of the logical batch"):
-        dpq.measure_stages(part, run.engine, repeats=1, warmup=0)
+        perf.measure_stages(part, run.engine, repeats=1, warmup=0)
     with pytest.raises(PrivacySpecError, match="make_private first"):
-        dpq.measure_stages(lambda: None, dpq.PrivacyEngine(), repeats=1, warmup=0)
+        perf.measure_stages(lambda: None, dpq.PrivacyEngine(), repeats=1, warmup=0)
     with pytest.raises(PrivacySpecError, match="repeats"):
-        dpq.measure_stages(run.step, run.engine, repeats=0)
+        perf.measure_stages(run.step, run.engine, repeats=0)

@@ -16,12 +16,12 @@ import pytest
 import dpquant_compile as dpq
 from dpquant_compile.errors import CheckpointError, LedgerError
 from dpquant_compile.lab import RunConfig
-from dpquant_compile.lab.recipes import TrainRecipe, register_recipe
+from dpquant_compile.lab.tasks import Task, register_task
 from dpquant_compile.lab.train import train
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from tests.support.ledgers import DELTA, counts, spent
 from tests.support.resuming import engine_of, epoch
-from tests.support.tiny_recipe import tiny_data, tiny_model
+from tests.support.tiny_task import tiny_data, tiny_model
 
 
 @pytest.fixture
@@ -148,8 +148,8 @@ def test_a_run_of_the_lab_that_fails_lets_go_of_its_ledger(tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     defaults = dict(lr=0.5, batch_size=40, epochs=2, physical=24, n_sample=2, delta=1e-3)
-    recipe = TrainRecipe("tiny-ledger", "for tests", tiny_model, tiny_data, "nothing", defaults, inner="eager")
-    config = RunConfig(register_recipe(recipe).name)
+    task = Task("tiny-ledger", "for tests", tiny_model, tiny_data, "nothing", defaults, inner="eager")
+    config = RunConfig(register_task(task).name)
     with pytest.raises(KeyboardInterrupt) as first:
         train(config, tmp_path, progress=stop)
     checkpoint = (tmp_path / "checkpoint.pt").read_bytes()

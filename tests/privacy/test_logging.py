@@ -88,7 +88,7 @@ def test_jsonl_has_one_line_per_epoch_with_public_fields_only(tmp_path: Path) ->
         raise AssertionError(f"{constant} is not JSON")
 
     lines = [json.loads(line, parse_constant=refuse) for line in log.path.read_text(encoding="utf-8").splitlines()]
-    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
     for line, record in zip(lines, scheduler.history, strict=True):
         assert set(line) == FIELDS and tuple(line["policy"]) == record.policy and line["scores"] == record.scores
     epsilons = [line["epsilon"] for line in lines]
@@ -104,7 +104,7 @@ def test_a_resumed_run_tells_no_epoch_twice(tmp_path: Path) -> None:
     run_epochs(first, 2)
     second.engine.load_state_dict(first.engine.state_dict())
     run_epochs(second, 2)
-    assert [json.loads(line)["epoch"] for line in log.path.read_text().splitlines()] == [0, 1, 2, 3]
+    assert [json.loads(line)["epoch"] for line in log.path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_tensorboard_reads_back_scalars_of_the_same_fields(tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_tensorboard_reads_back_scalars_of_the_same_fields(tmp_path: Path) -> No
         *(f"{kind}/{site}" for kind in ("scores", "probabilities") for site in SITES),
         "schedule/sites in low precision",
     }
-    assert set(scalars["privacy/epsilon"]) == {0, 1}
-    assert scalars["privacy/epsilon"][1] == pytest.approx(scheduler.engine.get_epsilon(1e-5))
-    assert scalars["schedule/sites in low precision"] == {0: 2, 1: 2}
+    assert set(scalars["privacy/epsilon"]) == {1, 2}
+    assert scalars["privacy/epsilon"][2] == pytest.approx(scheduler.engine.get_epsilon(1e-5))
+    assert scalars["schedule/sites in low precision"] == {1: 2, 2: 2}
     for site in SITES:
-        assert scalars[f"scores/{site}"][1] == pytest.approx(scheduler.history[1].scores[site])
+        assert scalars[f"scores/{site}"][2] == pytest.approx(scheduler.history[1].scores[site])
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_accuracies_in_the_document_are_rows_of_the_results() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_scripts_run(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, FOLDER / name, "--recipe", "cnn-digits", *TINY[name], "--out", tmp_path / "out.json"],
+        [sys.executable, FOLDER / name, "--task", "cnn-digits", *TINY[name], "--out", tmp_path / "out.json"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -84,6 +84,6 @@ def test_scripts_run(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     table: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
-    assert table["recipe"] == "cnn-digits" and table["rows"]
+    assert table["task"] == "cnn-digits" and table["rows"]
     numbers = [value for row in table["rows"] for value in row.values() if isinstance(value, float)]
     assert numbers and all(value == value for value in numbers), "a NaN is no result"

@@ -11,7 +11,7 @@ SITES = ("stem", "block.0.conv1", "block.0.conv2", "fc")
 
 def make_run(accuracy: float = 0.8, low: float | None = None, epochs: int = 4, **settings: Any) -> RunResult:
     """A result of `RunConfig(**settings)` that ends at these accuracies; whatever else it holds follows from them."""
-    config = RunConfig(**{"recipe": "cnn-digits", "epochs": epochs, **settings}).resolved()
+    config = RunConfig(**{"task": "cnn-digits", "epochs": epochs, **settings}).resolved()
     low = accuracy if low is None else low
     k = round(config.budget * len(SITES))
     private, measured = config.privacy == "dp", config.scheduler == "dpquant" and 0 < k < len(SITES)

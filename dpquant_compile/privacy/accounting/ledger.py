@@ -39,7 +39,7 @@ from dpquant_compile.privacy.accounting.ledger_file import (
     resolved,
 )
 from dpquant_compile.privacy.accounting.ledger_state import LedgerState
-from dpquant_compile.privacy.accounting.statement import statement
+from dpquant_compile.privacy.accounting.statement import UNIT, statement
 
 __all__ = ["Entry", "Ledger"]
 
@@ -232,7 +232,7 @@ class Ledger:
             ]
         )
 
-    def statement(self, delta: float, *, unit: str = "one sample of the dataset", adjacency: str = "add_remove") -> str:
+    def statement(self, delta: float, *, unit: str = UNIT, adjacency: str = "add_remove") -> str:
         """The privacy claim in plain words: whom it protects, what was counted, what was not, and all caveats.
 
         `adjacency` is "add_remove", which is what the entries stand for; for "replace" there is no number here.

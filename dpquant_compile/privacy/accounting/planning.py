@@ -43,21 +43,23 @@ class Plan:
     sigma_measure: float
     accountant: str
 
+    @property
+    def spends(self) -> tuple[tuple[str, int, float, float, float], ...]:
+        """Purpose, steps, q, σ and ε by itself, of training and of the analyses where there are any."""
+        training = ("training", self.steps, self.sample_rate, self.noise_multiplier, self.epsilons["training"])
+        if not self.analyses:
+            return (training,)
+        alone = self.epsilons["analysis"]
+        return training, ("analysis", self.analyses, self.analysis_rate, self.sigma_measure, alone)
+
     def __str__(self) -> str:
         rows = [("", "steps", "q", "sigma", "epsilon")]
-        rows.append(_row("training", self.steps, self.sample_rate, self.noise_multiplier, self.epsilons["training"]))
-        if self.analyses:
-            alone = self.epsilons["analysis"]
-            rows.append(_row("analysis", self.analyses, self.analysis_rate, self.sigma_measure, alone))
+        rows += [(name, str(n), f"{q:.6f}", f"{sigma:.3f}", f"{e:.4f}") for name, n, q, sigma, e in self.spends]
         rows.append(("together", "", "", "", f"{self.epsilon:.4f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         target = "" if self.target_epsilon is None else f"target {self.target_epsilon:g} at "
         return "\n".join([*table, f"{target}delta {self.delta:g}, {self.accountant}"])
-
-
-def _row(name: str, steps: int, q: float, sigma: float, epsilon: float) -> tuple[str, str, str, str, str]:
-    return name, str(steps), f"{q:.6f}", f"{sigma:.3f}", f"{epsilon:.4f}"
 
 
 def plan(

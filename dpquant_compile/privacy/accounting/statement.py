@@ -9,7 +9,17 @@ from dpquant_compile.privacy.accounting.epsilon import gathered
 if TYPE_CHECKING:
     from dpquant_compile.privacy.accounting.ledger import Ledger
 
-__all__ = ["statement"]
+__all__ = ["UNIT", "claim_for", "statement"]
+
+UNIT = "one sample of the dataset"
+
+
+def claim_for(unit: str) -> tuple[str, str]:
+    """Whom an ε protects, in two sentences: the unit of privacy, and which datasets are neighbours."""
+    return (
+        f"Unit of privacy: {unit}.",
+        f"Adjacency: two datasets are neighbours if one is the other with {unit} added or removed.",
+    )
 
 
 def statement(ledger: "Ledger", delta: float, unit: str, adjacency: str) -> str:
@@ -31,8 +41,7 @@ def statement(ledger: "Ledger", delta: float, unit: str, adjacency: str) -> str:
             if total < math.inf
             else "This run is not private: something was released without noise, or ε could not be bounded.",
             "",
-            f"Unit of privacy: {unit}.",
-            f"Adjacency: two datasets are neighbours if one is the other with {unit} added or removed.",
+            *claim_for(unit),
             "  If the unit is replaced by another instead, that is one removal and one addition: ε is up to twice "
             f"as large, at a δ of up to (1 + exp(ε)) times {delta:g}.",
             f"Accountant: {ledger.accountant} (Opacus), all of the following composed by it at once.",

@@ -176,8 +176,9 @@ class Scheduler:
         ledger = self.engine.ledger
         if self._logs and self._untold is not None and self.world.first:
             costs = {"epsilon": ledger.epsilon(self._delta), "epsilons": ledger.epsilons(self._delta)}
+            record = {**asdict(self._untold), "epoch": self._untold.epoch + 1, **costs, "delta": self._delta}
             for log in self._logs:
-                log.epoch({**asdict(self._untold), **costs, "delta": self._delta})
+                log.epoch(record)
 
     def _chosen(self) -> list[str]:
         epoch, names = self._state.epoch, list(self.policies)

