@@ -379,6 +379,7 @@ def test_tensors_in_main_memory_need_the_interpreter(for_gpu: Call) -> None:
         for_gpu("quantize_pack", torch.ones(2, 2), KEY, torch.arange(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
