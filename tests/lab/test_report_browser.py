@@ -211,7 +211,6 @@ def test_colours_can_be_told_from_the_ground(page: Page, urls: dict[str, str], s
     assert (high + 0.05) / (low + 0.05) > 1.8
 
 
-@pytest.mark.slow
 def test_the_drawing_does_not_colour_the_page(page: Page, urls: dict[str, str]) -> None:
     page.open(urls["one"])
     assert page.run("getComputedStyle(document.querySelector('.chart text')).fill") != "rgb(255, 0, 0)"

@@ -292,7 +292,6 @@ def test_dark_scheme_and_screenshot(page: Page, urls: dict[str, str]) -> None:
     assert light != dark
 
 
-@pytest.mark.slow
 def test_the_checks_would_see_a_request_and_an_error(browser: Page, urls: dict[str, str]) -> None:
     browser.open(urls["plain"])
     browser.problems.clear()
