@@ -69,6 +69,7 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
+@pytest.mark.slow
 def test_every_conv_and_linear_is_a_site(zoo: tuple[str, nn.Module, dpq.CompiledModule]) -> None:
     name, original, model = zoo
     assert len(model.sites) == ZOO[name][1]
@@ -79,12 +80,14 @@ def test_every_conv_and_linear_is_a_site(zoo: tuple[str, nn.Module, dpq.Compiled
     assert len(model.policy) == model.budget
 
 
+@pytest.mark.slow
 def test_policy_none_is_the_original_bit_for_bit(zoo: tuple[str, nn.Module, dpq.CompiledModule]) -> None:
     _, original, model = zoo
     model.set_policy("none")
     assert not differing(results(model, model, IMAGES), results(original, original, IMAGES))
 
 
+@pytest.mark.slow
 def test_policy_all_is_its_variant_bit_for_bit(zoo: tuple[str, nn.Module, dpq.CompiledModule]) -> None:
     name, _, model = zoo
     # Rounding VGG's 120 million weights of linears in plain torch would take minutes; of deep models, every ninth site.
@@ -136,6 +139,7 @@ def tokens(length: int = 7, batch: int = 3) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (torch.arange(length) < length - 1).long().repeat(batch, 1)}
 
 
+@pytest.mark.slow
 def test_bert_knows_its_sites_before_it_is_captured(bert: tuple[nn.Module, dpq.CompiledModule]) -> None:
     _, model = bert
     wanted = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -147,6 +151,7 @@ def test_bert_knows_its_sites_before_it_is_captured(bert: tuple[nn.Module, dpq.C
     assert list(fresh.sites.names) == wanted
 
 
+@pytest.mark.slow
 def test_bert_in_full_precision_is_the_original_bit_for_bit(bert: tuple[nn.Module, dpq.CompiledModule]) -> None:
     original, model = bert
     model.set_policy("none")
@@ -156,6 +161,7 @@ def test_bert_in_full_precision_is_the_original_bit_for_bit(bert: tuple[nn.Modul
     assert type(model(**tokens())) is type(original(**tokens()))
 
 
+@pytest.mark.slow
 def test_bert_in_low_precision_is_its_variant_bit_for_bit(bert: tuple[nn.Module, dpq.CompiledModule]) -> None:
     _, model = bert
     model.set_policy("all")

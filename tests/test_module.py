@@ -138,6 +138,7 @@ def test_a_child_inside_a_container_can_be_replaced() -> None:
 # Modes
 
 
+@pytest.mark.slow
 def test_eval_is_full_precision_unless_asked() -> None:
     original, model = pair(BatchNormNet, "all")
     model.eval()
@@ -357,6 +358,7 @@ def trained(seed: int, policy: Any = None) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_a_run_repeats_by_its_seed() -> None:
     assert equal(trained(1), trained(1))
     assert not equal(trained(1, "all"), trained(2, "all"))

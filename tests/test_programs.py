@@ -60,6 +60,7 @@ def run_all(model: dpq.CompiledModule, policies: int, batches: list[int], size: 
     assert len(model.compiled_graphs) == graphs
 
 
+@pytest.mark.slow
 def test_policies_and_batch_sizes_compile_nothing(small: Pair) -> None:
     run_all(small[1], 200, list(range(2, 41)), 8)
 
@@ -127,6 +128,7 @@ def test_a_batch_of_more_than_4096_compiles_nothing() -> None:
         step(model, torch.randn(5000, 4))
 
 
+@pytest.mark.slow
 def test_layers_can_be_frozen_one_by_one() -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(11)))
     model = dpq.compile(layers, 1, inner="aot_eager")

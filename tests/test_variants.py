@@ -13,7 +13,10 @@ from tests.support.models import BatchNormNet, GroupNormNet, seeded
 from tests.support.steps import error, images, step
 
 # Dynamo looks at the .grad of every input that it guards, also of those that the block before has computed.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = [
+    pytest.mark.slow,  # most compile several programs
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 def eager(make: Any = GroupNormNet, **options: Any) -> dpq.CompiledModule:

@@ -29,6 +29,8 @@ from dpquant_compile.numerics.quantize import quantize_parts
 from dpquant_compile.numerics.random_bits import random_bits, sample_keys, site_keys
 from dpquant_compile.sites import BatchAxis
 
+pytestmark = pytest.mark.slow  # in the interpreter of Triton, in processes of their own
+
 Call = Callable[..., Any]
 TINY = 2.0**-126
 KEY = site_keys(5, 3, ["layer"])[0, 0]

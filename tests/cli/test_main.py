@@ -74,6 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # All commands
 
 
+@pytest.mark.slow
 def test_help_and_usage_in_a_process(tmp_path: Path) -> None:
     helped = dpquant("--help", cwd=tmp_path)
     assert helped.returncode == 0
@@ -160,6 +161,7 @@ def test_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().err == "dpquant plan: interrupted\n"
 
 
+@pytest.mark.slow
 def test_reader_that_leaves_early_is_no_traceback(tmp_path: Path) -> None:
     line = f"{shlex.quote(sys.executable)} -m dpquant_compile.cli tasks --json | true"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -176,6 +178,7 @@ def test_json_has_no_infinity_and_text_no_markup(capsys: pytest.CaptureFixture[s
 # sites
 
 
+@pytest.mark.slow
 def test_sites_in_a_process(here: Path) -> None:
     done = dpquant("sites", "tiny_models:build", "--input", "2x3x8x8", "--json", cwd=here)
     assert done.returncode == 0, done.stderr
@@ -247,6 +250,7 @@ def test_inputs_have_their_dtype() -> None:
 # plan
 
 
+@pytest.mark.slow
 def test_plan_says_what_the_library_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = ["--n-sample", "2", "--physical", "64", "--sigma-measure", "1.5", "--n-interval", "1"]
     done = dpquant("plan", "--target-epsilon", "3", *PLAN, *given, "--json", cwd=tmp_path)

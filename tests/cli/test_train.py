@@ -61,6 +61,7 @@ def test_every_field_of_a_run_is_an_option() -> None:
     assert {option.field for option in train_command.OPTIONS} | {"task"} == fields
 
 
+@pytest.mark.slow
 def test_train_writes_a_run_folder_and_prints_it(task: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", task, "--budget", "0.5", "--epochs", "2", "--seed", "3", "--out", "runs", "--json"]
     assert main(words) == 0
@@ -86,6 +87,7 @@ def test_train_writes_a_run_folder_and_prints_it(task: str, here: Path, capsys: 
     assert "analysis by itself" in again.out and "training by itself" in again.out
 
 
+@pytest.mark.slow
 def test_train_that_is_interrupted_goes_on(
     task: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_train_that_is_interrupted_goes_on(
     assert [row["policy"] for row in resumed["epochs"]] == [row["policy"] for row in whole["epochs"]]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_says_what_going_on_costs(
     task: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_an_option_that_is_the_default_now_is_explained(task: str, capsys: pytes
     assert "--secure-mode is the default now: leave it out. Its opposite is --reproducible" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_lost_checkpoint_is_told_and_its_attempt_counted(
     task: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,6 +357,7 @@ def test_report_publishes_times_only_if_asked(runs: Path, capsys: pytest.Capture
         assert ("not covered by ε" in said.err) is expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

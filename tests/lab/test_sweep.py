@@ -140,6 +140,7 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
 # Runs
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_folder_that_can_be_read(tiny: str, tmp_path: Path) -> None:
     seen = []
     result = train(RunConfig(tiny), tmp_path / "run", progress=seen.append)
@@ -176,6 +177,7 @@ def test_a_second_run_of_one_process_is_not_touched_by_the_first(tiny: str, tmp_
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tiny: str, tmp_path: Path, stop: int) -> None:
     config = RunConfig(tiny, seed=stop, reproducible=True).resolved()
@@ -207,6 +209,7 @@ def test_a_folder_belongs_to_one_run(tiny: str, tmp_path: Path) -> None:
         train(RunConfig(tiny, seed=1), tmp_path)
 
 
+@pytest.mark.slow
 def test_equal_epsilon_counts_the_analyses(tiny: str, tmp_path: Path) -> None:
     config = RunConfig(tiny, target_epsilon=12.0)
     result = train(config, tmp_path / "dpquant")

@@ -56,6 +56,7 @@ def test_a_checkpoint_holds_no_noise_that_comes(tiny: str, tmp_path: Path) -> No
     assert state["noise"] == {"kind": "secure"} and state["config"]["secure_mode"] is True
 
 
+@pytest.mark.slow
 def test_steps_that_were_lost_count_again(tiny: str, tmp_path: Path) -> None:
     """They are made again with new randomness, so the adversary may have seen both."""
     whole = train(RunConfig(tiny), tmp_path / "whole")

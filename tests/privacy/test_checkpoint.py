@@ -16,6 +16,8 @@ from dpquant_compile.errors import CheckpointError, LedgerError, PrivateTraining
 from dpquant_compile.privacy.mechanism import gaussian as noise
 from tests.support.resuming import DELTA, EPOCHS, STEPS, Net, engine_of, epoch, made_private_again, result_of, same
 
+pytestmark = pytest.mark.slow  # each test trains several runs
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": lambda: Net(width=6)}, "body.0.weight"),
     "buffer": ({"model": lambda: Net(frozen=5)}, "table"),
@@ -224,7 +226,6 @@ def finished(process: Any, words: Any) -> bool:
     return process.exitcode == 0
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_at_random_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     whole = start(tmp_path / "whole")  # beside the others
     chance, folder = random.Random(17), tmp_path / "killed"

@@ -87,6 +87,7 @@ def test_epsilon_is_that_of_the_accountant_run_by_hand(mechanism: str) -> None:
     assert run.engine.get_epsilon(1e-5) == pytest.approx(by_hand.get_epsilon(1e-5), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Optimal order is the")
 @pytest.mark.parametrize("target", [1.0, 8.0])
 def test_target_epsilon_is_met(target: float) -> None:

@@ -23,6 +23,8 @@ from tests.support.ledgers import DELTA, counts, spent
 from tests.support.resuming import engine_of, epoch
 from tests.support.tiny_task import tiny_data, tiny_model
 
+pytestmark = pytest.mark.slow  # most start processes
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

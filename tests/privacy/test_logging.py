@@ -55,6 +55,7 @@ def test_only_noised_values_are_kept_logged_or_saved(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_history_is_drawn_and_kept(tmp_path: Path) -> None:
     engine = engine_of()
     scheduler = dpq.Scheduler(engine, epochs=4, estimator=Constant([0.1 * i for i in range(6)], 1.0), n_interval=1)

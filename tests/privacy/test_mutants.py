@@ -25,6 +25,8 @@ from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 from tests.support.neighbouring_batches import BOUND, Mixed, Replay, check_replay, make_replay
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
 
+pytestmark = pytest.mark.slow  # each case traces a private program
+
 Patch = pytest.MonkeyPatch
 SIGMA = 1.3
 

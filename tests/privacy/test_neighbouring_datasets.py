@@ -21,6 +21,8 @@ from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 from dpquant_compile.privacy.schedule.estimators import PerSample
 from tests.support.models import seeded
 
+pytestmark = pytest.mark.slow  # each case trains on two datasets
+
 FEATURES, CLASSES, IGNORED = 16, 5, -100
 BOUND = 1.0
 ROUNDING = 1e-5
@@ -199,7 +201,6 @@ def test_dropout_of_a_known_seed_moves_the_sum_by_a_records_share() -> None:
     assert spread > 0.1 * BOUND
 
 
-@pytest.mark.slow
 def test_nobody_tells_neighbours_apart_better_than_epsilon_allows() -> None:
     """An adversary who has the code, all hyperparameters and both datasets, and sees one noised step.
 

@@ -220,6 +220,7 @@ def test_nothing_changes_between_the_micro_batches_of_a_batch(change: str) -> No
         run.model(x)
 
 
+@pytest.mark.slow
 def test_evaluation_between_micro_batches_changes_nothing() -> None:
     run, other = (made(n=24, batch=24, max_physical_batch_size=4) for _ in range(2))
     train(run)

@@ -44,6 +44,7 @@ def server() -> Iterator[Forks]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in DOCS if BLOCK.search(p.read_text())], ids=lambda path: path.stem)
 def test_document_runs(path: Path, tmp_path: Path, server: Forks) -> None:
     script = tmp_path / "blocks.py"
@@ -76,6 +77,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(named) == [path.name for path in DOCS]
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material")):
         pytest.skip("mkdocs and mkdocs-material are not installed: pip install '.[docs]'")
@@ -168,6 +170,7 @@ def test_the_support_matrix_says_which_kernel_runs() -> None:
             assert found == (said or (rounded, rounded_kind)), f"{name}, outputs {outputs}"
 
 
+@pytest.mark.slow
 def test_the_support_matrix_has_every_choice() -> None:
     text = page("support.md")
     choices = {*CLIPPING, *ACCOUNTANTS, *MODES, "per_sample", "paper", *backend_names()} - {"auto"}

@@ -24,6 +24,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
 def test_a_grid_expands_to_runs_with_enough_seeds(path: Path) -> None:
     configs = expand(read_grid(path))
@@ -53,6 +54,7 @@ def test_every_script_has_a_smoke_run() -> None:
     assert {*TINY, "figures.py"} == {path.name for path in FOLDER.glob("*.py")}
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_results(tmp_path: Path) -> None:
     command = [sys.executable, FOLDER / "figures.py", "--results", FOLDER / "results", "--out", tmp_path]
     subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True)

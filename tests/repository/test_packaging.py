@@ -127,6 +127,7 @@ def test_package_dirs_are_the_symlinks_targets() -> None:
             assert reached.readlink() == Path("..") / folder
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_data_file(distribution: Distribution) -> None:
     names = names_in(distribution.wheel)
     assert {name for name in names if ".dist-info/" not in name} == package_files()
@@ -134,6 +135,7 @@ def test_wheel_holds_every_module_and_data_file(distribution: Distribution) -> N
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_every_module_imports_from_the_wheel(distribution: Distribution, tmp_path: Path) -> None:
     modules = sorted(module_name(path) for path in module_files() if not path.endswith("__main__.py"))
     code = """
@@ -187,6 +189,7 @@ def test_dynamo_backend_is_declared(distribution: Distribution) -> None:
     assert dict(declared["torch_dynamo_backends"]) == {"dpquant": f"{PACKAGE}.torch_compile:dpquant"}
 
 
+@pytest.mark.slow
 def test_dynamo_backend_loads(distribution: Distribution, tmp_path: Path) -> None:
     code = """
 from importlib.metadata import distribution

@@ -193,6 +193,7 @@ def largest_z(layer: Layer, fmt: str, outputs: str, seeds: int) -> float:
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "outputs"), [("strided", "all"), ("linear3d", "all"), ("linear3d", "none")])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rounding_has_no_bias(name: str, fmt: str, outputs: str) -> None:

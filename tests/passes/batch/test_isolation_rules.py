@@ -214,6 +214,7 @@ def program(seed: int) -> Callable[[Tensor], list[Tensor]]:
     return run
 
 
+@pytest.mark.slow
 def test_claims_about_random_programs() -> None:
     found = [state for seed in range(100) for state in check(program(seed), data((B, 3, 4)), BatchAxis(0))]
     for kind in (BatchAxis, Mixed, Shared, Rows):

@@ -17,6 +17,8 @@ from dpquant_compile.privacy.accounting.audit import Audit, epsilon_lower_bound,
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
+pytestmark = pytest.mark.slow  # audits train many models
+
 DELTA = 1e-5
 BOUND = 0.5
 SIGMA = 1.5

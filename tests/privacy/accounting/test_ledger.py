@@ -42,6 +42,7 @@ def test_emnist_of_the_paper(analyses, epsilon):
     assert ledger.epsilon(DELTA) == pytest.approx(epsilon, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_true_sensitivity_of_the_papers_analysis_costs_far_more():
     """Noise of half the clipping norm is a quarter of the true sensitivity 2C."""
     ledger = Ledger()

@@ -152,6 +152,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_killed_process_never_leaves_too_little(path):
     """Kills that hit anywhere in a write: the file loads, and has every spend that `spend` returned from."""
     rng = random.Random(0)

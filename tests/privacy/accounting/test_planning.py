@@ -25,6 +25,7 @@ def papers() -> Plan:
     return result
 
 
+@pytest.mark.slow
 def test_papers_run_comes_out(papers):
     assert papers.noise_multiplier == 1.0
     assert papers.epsilon == pytest.approx(7.167737, abs=1e-5)

@@ -18,6 +18,8 @@ from tests.support.ledgers import counts, spent
 from tests.support.private_loops import made, train
 from tests.support.resuming import STEPS, engine_of, epoch, result_of, same
 
+pytestmark = pytest.mark.slow  # each test trains several runs
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:

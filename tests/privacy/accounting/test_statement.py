@@ -20,6 +20,7 @@ def path(tmp_path: Path) -> Path:
 SECURE_OFF = "secure_mode was off"
 
 
+@pytest.mark.slow
 def test_a_statement_from_the_file_has_every_caveat_of_the_run(tmp_path: Path) -> None:
     with engine_of(tmp_path) as engine:
         assert SECURE_OFF in engine.ledger.statement(DELTA)

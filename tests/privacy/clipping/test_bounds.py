@@ -30,6 +30,8 @@ from tests.support.neighbouring_batches import (
 )
 from tests.support.private import made_private
 
+pytestmark = pytest.mark.slow  # each case traces a private program
+
 FORMATS = ("luq_fp4", "fp8_e5m2", "uniform4", "fp4_e2m1", "fp4_e2m1_nv")
 
 # Models

@@ -18,6 +18,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "all"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_models_equal_the_reference(name: str, policy: str) -> None:
@@ -27,6 +28,7 @@ def test_models_equal_the_reference(name: str, policy: str) -> None:
     assert_close(clipped_sums(compiled, [x]), reference_sums(model, [x], policy=policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("make", [Norms, ClassToken, Adapter, Generic, Merged])
 def test_layers_equal_the_reference(make: type[nn.Module], clipping: str) -> None:
@@ -47,6 +49,7 @@ def test_convs_equal_the_reference(kind: str, policy: str) -> None:
     assert_close(clipped_sums(compiled, [x]), reference_sums(model, [x], policy=policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", ["flow", "all"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_quantized_outputs_equal_the_reference(name: str, outputs: str) -> None:

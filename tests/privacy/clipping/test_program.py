@@ -41,7 +41,10 @@ except TorchvisionMissingError:
 needs_torchvision = pytest.mark.skipif(zoo is None, reason="torchvision is not installed")
 
 # Opacus registers backward hooks on modules whose inputs need no gradient; torch says so each time.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+pytestmark = [
+    pytest.mark.slow,  # models of real size, and Inductor
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed"),
+]
 
 
 def without_inplace(model: nn.Module) -> nn.Module:
@@ -101,7 +104,6 @@ def classes(size: int, number: int = 10) -> Callable[[Any], Tensor]:
 
 
 @needs_torchvision
-@pytest.mark.slow
 def test_resnet18_equals_opacus() -> None:
     torch.manual_seed(0)
     model = zoo.resnet18(num_classes=10, norm_layer=lambda channels: nn.GroupNorm(8, channels))
@@ -119,7 +121,6 @@ def test_resnet18_equals_opacus() -> None:
 
 
 @needs_torchvision
-@pytest.mark.slow
 def test_densenet121_equals_opacus() -> None:
     torch.manual_seed(0)
     model = dpq.replace_batch_norm(zoo.densenet121(num_classes=10), groups=4)

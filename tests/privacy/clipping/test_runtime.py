@@ -29,6 +29,7 @@ from tests.support.private_loops import (
 # Micro-batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["none", "all"])
 @pytest.mark.parametrize("physical", [1, 3, 5])
 def test_micro_batches_sum_up_to_the_logical_batch(physical: int, policy: str) -> None:
@@ -102,6 +103,7 @@ def test_sum_losses_are_not_divided() -> None:
         assert_same({n: p.grad for n, p in run.model.named_parameters()}, sums, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rand_on_empty", [False, True])
 def test_empty_batches_step_with_noise_alone(rand_on_empty: bool) -> None:
     run = made(n=6, batch=1, rand_on_empty=rand_on_empty, policy="all")

@@ -16,10 +16,11 @@ from tests.support.distributed_workers import DELTA
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 from tests.support.resuming import made_private_again
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     """Rank 1 is killed in the second epoch of its first life; the second life ends as a run without a death."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -19,6 +19,8 @@ from tests.support import distributed_workers as workers
 from tests.support.distributed_workers import EPOCHS, engine_of, epoch
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
 
 

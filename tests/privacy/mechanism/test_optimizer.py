@@ -19,6 +19,8 @@ from dpquant_compile.errors import CheckpointError, PrivateTrainingError
 from tests.support import models
 from tests.support.private_loops import FEATURES, Net, Run, assert_same, by_hand, dataset, made, plain_loader, train
 
+pytestmark = pytest.mark.slow  # each test trains
+
 # Optimizers
 
 
@@ -308,7 +310,6 @@ def data_folder() -> Path:
     return Path(os.environ.get("DPQUANT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Optimal order is the")
 @pytest.mark.skipif(
     not (data_folder() / "gtsrb32_train.npz").exists(),

@@ -90,6 +90,7 @@ def rounded(**options: Any) -> torch.Tensor:
     return run.model(dataset(6).tensors[0]).detach()
 
 
+@pytest.mark.slow
 def test_rounding_follows_the_noise_and_not_the_seed_of_compile() -> None:
     base = rounded()
     assert torch.equal(rounded(compile_options={"seed": 5}), base)
@@ -134,6 +135,7 @@ def test_other_noise_brings_other_rounding() -> None:
 # Random operators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", INNERS)
 def test_dropout_draws_from_the_secret(inner: str) -> None:
     """And not from torch's generator, whose seed others may know, nor does it move that."""
@@ -157,6 +159,7 @@ def test_dropout_draws_from_the_secret(inner: str) -> None:
     assert 0.3 < float(torch.stack(first).float().mean()) < 0.7
 
 
+@pytest.mark.slow
 def test_the_statement_names_what_dropout_assumes() -> None:
     class Dropping(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

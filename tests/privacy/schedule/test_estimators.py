@@ -93,6 +93,7 @@ def moved(estimator: Any, policies: Sequence[frozenset[str]], batch: Batch) -> t
 # Sensitivity, replayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [PerSample(), PerSample(clip=0.05, repetitions=2)], ids=["default", "tight"])
 def test_per_sample_moves_by_clip_if_one_is_added_and_by_twice_that_if_one_is_replaced(estimator: PerSample) -> None:
     _, policies, batch = shared()
@@ -103,6 +104,7 @@ def test_per_sample_moves_by_clip_if_one_is_added_and_by_twice_that_if_one_is_re
     assert added > 0.99 * estimator.clip and replaced > 1.2 * estimator.clip
 
 
+@pytest.mark.slow
 def test_the_papers_vector_moves_by_more_than_its_clipping_norm() -> None:
     """The published sensitivity is C. These neighbours, one sample apart, lie on opposite sides of the ball."""
     _, policies, batch = shared()
@@ -169,6 +171,7 @@ def by_hand(run: Run, policy: frozenset[str], batches: Sequence[Batch], turn: in
     return float(losses.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [5, 8])
 def test_the_papers_estimator_is_algorithm_1(size: int) -> None:
     """R = 2 updates under each policy and under none; loss differences, clipped to C. 8 samples make two parts."""

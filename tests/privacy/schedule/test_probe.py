@@ -130,6 +130,7 @@ def test_differences_are_those_of_a_whole_run_under_each_policy(net: str, fmt: s
     assert not got[:, -1].any() and (got[:, :-1].abs() > 1e-4).any(0).all()
 
 
+@pytest.mark.slow
 def test_a_policy_costs_the_same_in_any_company() -> None:
     """What lies before a site is taken from the run in full precision; no policy leaves its values to the next."""
     run = internals_of(models.seeded(models.GroupNormNet), (3, 8, 8))
@@ -198,6 +199,7 @@ FOLDED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", FOLDED)
 def test_a_sample_has_the_same_differences_in_any_batch(net: str) -> None:
     make, shape = FOLDED[net]

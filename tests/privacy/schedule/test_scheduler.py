@@ -255,6 +255,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "epochs", "mode", "epsilon"), ROWS)
 def test_the_ledger_of_a_schedule_has_the_papers_epsilon(
     name: str, size: int, epochs: int, mode: str, epsilon: float, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +297,7 @@ class Fragile(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_fragile_site_is_avoided_for_hardly_any_privacy() -> None:
     size, epochs, k = 40_000, 24, 3
     spent = set()
@@ -347,6 +349,7 @@ def calibrated(epochs: int = 4, accountant: str = "rdp", **options: Any) -> dpq.
     return engine
 
 
+@pytest.mark.slow
 def test_analyses_beyond_the_target_are_warned_of_at_the_start() -> None:
     engine = calibrated()
     with pytest.warns(UserWarning, match=r"epochs: 4, analyses: 1\).* past the target 8: .*dpq\.plan") as told:
@@ -377,6 +380,7 @@ def test_a_run_with_its_analyses_planned_is_not_warned_of() -> None:
     assert 7.9 < plan.epsilon <= 8 and engine.get_epsilon(DELTA) == pytest.approx(plan.epsilon)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"mode": "pls"}, {"mode": "static"}, {"k": 0}, {"k": 6}, {"n_interval": 4}])
 def test_without_analyses_the_calibrated_noise_will_do(given: dict[str, Any]) -> None:
     engine = calibrated()
@@ -384,6 +388,7 @@ def test_without_analyses_the_calibrated_noise_will_do(given: dict[str, Any]) ->
     assert engine.get_epsilon(DELTA) <= 8
 
 
+@pytest.mark.slow
 def test_the_length_of_the_run_is_that_of_the_scheduler_or_of_the_noise() -> None:
     with pytest.warns(UserWarning, match="epochs: 6, analyses: 0"):
         dpq.Scheduler(calibrated(), epochs=6, mode="pls")
@@ -394,6 +399,7 @@ def test_the_length_of_the_run_is_that_of_the_scheduler_or_of_the_noise() -> Non
     dpq.Scheduler(calibrated(epochs=60), epochs=4)  # noise enough
 
 
+@pytest.mark.slow
 def test_batches_that_are_no_poisson_draws_count_in_full() -> None:
     with pytest.warns(UserWarning, match="analyses: 0"):
         dpq.Scheduler(calibrated(poisson_sampling=False), epochs=4, mode="pls")
