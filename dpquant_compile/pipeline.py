@@ -13,9 +13,10 @@ from dpquant_compile.passes.canonical.expand_attention import expand_attention
 from dpquant_compile.passes.canonical.functionalize import functionalize
 from dpquant_compile.passes.canonical.inline_modules import inline_modules
 from dpquant_compile.passes.canonical.mark_sites import mark_sites
+from dpquant_compile.passes.fx_utils import copy_graph, graph_module_over
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE, insert_switches
 from dpquant_compile.passes.precision.specialize import specialize
-from dpquant_compile.passes.runner import PassRecord, copy_graph, graph_module_over, run_passes
+from dpquant_compile.passes.runner import PassRecord, run_passes
 
 __all__ = ["CANONICAL_PASSES", "canonical", "rewritten", "specialised", "tracked"]
 

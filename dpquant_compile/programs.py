@@ -17,8 +17,9 @@ from dpquant_compile.link_table import LinkTable
 from dpquant_compile.passes.batch.track_batch import batch_size, without_hooks
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.capture import Snapshot, capture_dynamo, capture_fx
+from dpquant_compile.passes.fx_utils import bind_inputs
 from dpquant_compile.passes.precision.insert_switches import axes_of
-from dpquant_compile.passes.runner import PassRecord, bind_inputs
+from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.errors import KernelError
+from dpquant_compile.passes.fx_utils import read_attribute
 from dpquant_compile.passes.private import free_saved_inputs as savings
 from dpquant_compile.passes.private.pack_relu_masks import pack_masks
 from dpquant_compile.privacy.clipping import program
-from dpquant_compile.privacy.clipping.parameter_uses import read_attribute
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 
 pytestmark = [

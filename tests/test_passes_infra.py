@@ -13,16 +13,9 @@ from dpquant_compile import pipeline
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
+from dpquant_compile.passes.fx_utils import bind_inputs, graph_module_over, node_source, op_name
 from dpquant_compile.passes.precision.insert_switches import insert_switches
-from dpquant_compile.passes.runner import (
-    PassRecord,
-    PassResult,
-    bind_inputs,
-    graph_module_over,
-    node_source,
-    op_name,
-    run_passes,
-)
+from dpquant_compile.passes.runner import PassRecord, PassResult, run_passes
 
 RECIPE = "luq_fp4/none/reference"
 

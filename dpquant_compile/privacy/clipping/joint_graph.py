@@ -15,8 +15,8 @@ from dpquant_compile.backends.reference.group_norm import group_norm, lies_by_pi
 from dpquant_compile.backends.reference.per_sample import choose_method, wide
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.fx_utils import draws_random, node_source, op_name
 from dpquant_compile.passes.precision.insert_switches import site_arguments
-from dpquant_compile.passes.runner import draws_random, node_source, op_name
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.grad_rules import (
     DensePiece,

@@ -18,11 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.backends.graph_compile import Recorder, compile_graph
+from dpquant_compile.passes.fx_utils import read_attribute
 from dpquant_compile.passes.private.free_saved_inputs import find_savings
 from dpquant_compile.passes.private.pack_relu_masks import pack_masks
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_masks
 from dpquant_compile.privacy.clipping.joint_graph import Plan, Tracing
-from dpquant_compile.privacy.clipping.parameter_uses import read_attribute
 
 __all__ = ["Inputs", "PrivateProgram"]
 

@@ -24,11 +24,12 @@ from dpquant_compile.link_table import LinkTable
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.batch.verify_isolation import verify_isolation
+from dpquant_compile.passes.fx_utils import bind_inputs, read_attribute
 from dpquant_compile.passes.precision.insert_switches import site_arguments
-from dpquant_compile.passes.runner import bind_inputs, run_passes
+from dpquant_compile.passes.runner import run_passes
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Plan, packed_key
-from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, read_attribute, refuse_whole_modules
+from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, refuse_whole_modules
 from dpquant_compile.privacy.clipping.program import Inputs, PrivateProgram
 from dpquant_compile.privacy.constants import Constants
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch

@@ -24,8 +24,9 @@ from dpquant_compile.numerics.random_bits import ROLES, fold
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.fx_utils import bind_inputs
 from dpquant_compile.passes.precision.insert_switches import site_arguments
-from dpquant_compile.passes.runner import bind_inputs, run_passes
+from dpquant_compile.passes.runner import run_passes
 from dpquant_compile.privacy.clipping.parameter_uses import axis_of
 from dpquant_compile.privacy.clipping.runtime import Session, padded, real_rows
 from dpquant_compile.privacy.data.poisson_loader import PrivateLoader
