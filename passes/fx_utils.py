@@ -15,6 +15,7 @@ __all__ = [
     "clean_path",
     "copy_graph",
     "draws_random",
+    "draws_seeded",
     "graph_module_over",
     "node_source",
     "op_name",
@@ -114,6 +115,11 @@ def read_attribute(root: Any, target: Any) -> Any:
 
 
 def draws_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Whether a node of a captured graph, of torch functions and methods, draws random numbers."""
     name = op_name(node)
     return any(word in name for word in ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu"))
+
+
+def draws_seeded(node: fx.Node) -> bool:
+    """Whether a node of a graph of ATen operators draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -4,7 +4,9 @@ Passes transform; the runner checks. After each pass it lints the *output* graph
 the pass promises, stamps new nodes with the pass that made them, and records the program before and after.
 """
 
+import operator
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -19,12 +21,18 @@ from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.fx_utils import op_name
 
 __all__ = [
+    "NOTE",
     "Invariant",
     "Pass",
     "PassRecord",
     "PassResult",
+    "called_programs",
+    "program_source",
     "run_passes",
 ]
+
+# In the metadata of a node: a remark that is printed below the program.
+NOTE = "note"
 
 Pass = Callable[[fx.GraphModule], PassResult]
 Invariant = Callable[[fx.GraphModule], None]
@@ -43,11 +51,17 @@ class PassRecord:
     ops: dict[str, int]
 
     def __str__(self) -> str:
-        changes = ", ".join(f"{op} {delta:+d}" for op, delta in sorted(self.ops.items())) or "no op count changed"
-        head = f"# {self.origin} → {self.name} ({self.seconds * 1e3:.1f} ms): {changes}"
         if not self.modified:
-            return f"{head}\n# graph unchanged"
-        return f"{head}\n# before\n{self.before}\n# after\n{self.after}"
+            return f"{self.headline}\n# graph unchanged"
+        if self.before == self.after:
+            return f"{self.headline}\n# only metadata changed"
+        return f"{self.headline}\n# before\n{self.before}\n# after\n{self.after}"
+
+    @property
+    def headline(self) -> str:
+        """Which pass, over what, how long, and which operations came and went."""
+        changes = ", ".join(f"{op} {delta:+d}" for op, delta in sorted(self.ops.items())) or "no op count changed"
+        return f"# {self.origin} → {self.name} ({self.seconds * 1e3:.1f} ms): {changes}"
 
 
 def run_passes(
@@ -63,10 +77,10 @@ def run_passes(
     With the environment variable DPQUANT_TRACE set to anything but "0", each record is printed to stderr.
     """
     invariants = tuple(invariants)
+    source, counts = program_source(gm), _op_counts(gm)
     for transform in passes:
         name = _pass_name(transform)
-        before, counts = _source(gm), _op_counts(gm)
-        seen = set(gm.graph.nodes)
+        before, seen = source, set(gm.graph.nodes)
         start = time.perf_counter()
         result = transform(gm)
         seconds = time.perf_counter() - start
@@ -76,7 +90,8 @@ def run_passes(
                 if node not in seen:
                     node.meta.setdefault("origin", name)
             gm.recompile()
-        elif _source(gm) != before:
+        source = program_source(gm)
+        if not result.modified and source != before:
             raise GraphInvariantError(f"pass {name} changed the graph but reported modified=False")
         try:
             gm.graph.lint()
@@ -86,7 +101,8 @@ def run_passes(
             invariant(gm)
         after = _op_counts(gm)
         delta = {op: after[op] - counts[op] for op in {*after, *counts} if after[op] != counts[op]}
-        record = PassRecord(name, origin, result.modified, seconds, before, _source(gm), delta)
+        counts = after
+        record = PassRecord(name, origin, result.modified, seconds, before, source, delta)
         log.append(record)
         if os.environ.get("DPQUANT_TRACE", "0") != "0":
             print(record, file=sys.stderr)
@@ -94,9 +110,27 @@ def run_passes(
     return gm
 
 
-def _source(gm: fx.GraphModule) -> str:
+def program_source(gm: fx.GraphModule) -> str:
+    """The program as text: its code, the notes of its nodes, and below it the programs that it calls."""
     # Not gm.code, which lags behind the graph until recompile().
-    return str(gm.graph.python_code("self").src)
+    parts = [str(gm.graph.python_code("self").src)]
+    parts += [f"# {node.name}: {node.meta[NOTE]}\n" for node in gm.graph.nodes if NOTE in node.meta]
+    parts += [f"\n{_CALLED}{name}\n{program_source(called)}" for name, called in _called(gm)]
+    return "".join(parts)
+
+
+def called_programs(source: str) -> dict[str, str]:
+    """The programs that a program calls, by name, out of its text."""
+    parts = re.split(rf"^{_CALLED}(\w+)\n", source, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+_CALLED = "# program "
+
+
+def _called(gm: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
+    calls = ((str(node.target), getattr(gm, str(node.target), None)) for node in gm.graph.find_nodes(op="call_module"))
+    return [(name, called) for name, called in calls if isinstance(called, fx.GraphModule)]
 
 
 def _pass_name(transform: Any) -> str:
@@ -106,4 +140,7 @@ def _pass_name(transform: Any) -> str:
 
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:
-    return Counter(op_name(node) for node in gm.graph.nodes)
+    own, called = list(gm.graph.nodes), _called(gm)
+    if called:  # a call of a program is what that program does
+        own = [node for node in own if node.op == "call_function" and node.target is not operator.getitem]
+    return sum((_op_counts(program) for _, program in called), Counter(op_name(node) for node in own))

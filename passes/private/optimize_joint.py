@@ -1,0 +1,25 @@
+"""Inductor's own passes over a joint graph, as one recorded step."""
+
+from torch import fx
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+
+from dpquant_compile.passes.runner import PassResult
+
+__all__ = ["optimize_joint"]
+
+
+def optimize_joint(gm: fx.GraphModule) -> PassResult:
+    """Let Inductor fold constants, drop operators that do nothing, and match its patterns before the cut.
+
+        y = x * full([], 1)   →   y = x
+
+    Requires: a joint graph of ATen operators; placeholders carry fake tensors as `meta["val"]`.
+    Ensures: the same inputs and outputs. Numerics: as Inductor's, which compiles the graph in any case.
+    """
+    before = str(gm.graph)
+    values = (node.meta["val"] for node in gm.graph.find_nodes(op="placeholder"))
+    mode = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+    with V.set_fake_mode(mode):
+        gm = joint_graph_passes(gm)
+    return PassResult(gm, str(gm.graph) != before)
