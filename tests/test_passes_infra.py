@@ -122,7 +122,7 @@ def forget_site(gm: fx.GraphModule, *, rows: dict[str, int], recipe: str) -> Pas
 def test_a_dropped_switch_is_caught(faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gm = canonical(seeded(GroupNormNet))
     rows = {name: row for row, name in enumerate(collect_sites(gm).names)}
-    monkeypatch.setattr(pipeline, "insert_switches", faulty)
+    monkeypatch.setattr(pipeline, "SWITCHING_PASSES", (faulty,))
     with pytest.raises(GraphInvariantError, match="site 'fc'"):
         pipeline.rewritten(gm, LinkTable(len(rows)), rows, RECIPE, [])
 
