@@ -1,6 +1,17 @@
-"""The order of the passes: from a captured graph to one that switches, or one that is specialised."""
+"""The whole compiler in order: every list of passes, and the functions that run them.
 
-from collections.abc import Mapping, MutableSequence, Sequence
+    capture        CANONICAL_PASSES    one form for every model
+    first forward  TRACKING_PASSES     shapes, and where samples lie
+    then one of    SWITCHING_PASSES    one program for all policies
+                   SPECIALISING_PASSES a program for one policy
+                   private training: ISOLATION_PASSES, the trace of the joint graph, then for Inductor
+                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES, or for an interpreter
+                   INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
+
+Options of a pass are bound by the functions below, with `functools.partial`.
+"""
+
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,18 +20,80 @@ from torch import fx, nn
 from dpquant_compile.backends.site_args import site_args
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.batch.track_batch import track_batch
+from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.passes.canonical.canonicalize import canonicalize
 from dpquant_compile.passes.canonical.expand_attention import expand_attention
 from dpquant_compile.passes.canonical.functionalize import functionalize
 from dpquant_compile.passes.canonical.inline_modules import inline_modules
 from dpquant_compile.passes.canonical.mark_sites import mark_sites
+from dpquant_compile.passes.fx_utils import copy_graph, graph_module_over
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE, insert_switches
 from dpquant_compile.passes.precision.specialize import specialize
-from dpquant_compile.passes.runner import PassRecord, copy_graph, graph_module_over, run_passes
+from dpquant_compile.passes.private.check_joint import (
+    check_clipping,
+    check_cut,
+    check_forward,
+    check_operands,
+    check_outputs,
+    check_tags,
+    signature_of,
+)
+from dpquant_compile.passes.private.cut_joint import cut_joint
+from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
+from dpquant_compile.passes.private.merge_equal_nodes import merge_equal_nodes
+from dpquant_compile.passes.private.optimize_joint import optimize_joint
+from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
+from dpquant_compile.passes.private.recompute_relu_masks import recompute_relu_masks
+from dpquant_compile.passes.private.share_operands import share_operands
+from dpquant_compile.passes.private.tag_forward import tag_forward
+from dpquant_compile.passes.runner import Pass, PassRecord, PassResult, run_passes
 
-__all__ = ["CANONICAL_PASSES", "canonical", "rewritten", "specialised", "tracked"]
+__all__ = [
+    "CANONICAL_PASSES",
+    "COMPILED_CUT_PASSES",
+    "COMPILED_JOINT_PASSES",
+    "INTERPRETED_CUT_PASSES",
+    "INTERPRETED_JOINT_PASSES",
+    "ISOLATION_PASSES",
+    "SPECIALISING_PASSES",
+    "SWITCHING_PASSES",
+    "TAGGING_PASSES",
+    "TRACKING_PASSES",
+    "canonical",
+    "isolated",
+    "private",
+    "rewritten",
+    "specialised",
+    "tracked",
+]
 
+# A captured graph, by fx or by Dynamo, to the one form that all others start from, its sites marked.
 CANONICAL_PASSES = (expand_attention, inline_modules, functionalize, canonicalize, mark_sites)
+
+# Shapes, FLOPs, and which elements belong to which sample; at the first forward.
+TRACKING_PASSES = (track_batch,)
+
+# One program for all policies: a switch at each site.
+SWITCHING_PASSES = (insert_switches,)
+
+# A program for one policy.
+SPECIALISING_PASSES = (specialize,)
+
+# Private training: the proof that no value mixes samples. It changes nothing.
+ISOLATION_PASSES = (verify_isolation,)
+
+# Rewrites of the private joint graph that `trace_joint` makes, for Inductor to compile.
+COMPILED_JOINT_PASSES = (share_operands, optimize_joint, merge_equal_nodes, recompute_relu_masks, pack_relu_masks)
+
+# The same for a graph that is interpreted, which saves no memory by masks.
+INTERPRETED_JOINT_PASSES = (share_operands, merge_equal_nodes)
+
+# What forward computes, for the cut to read.
+TAGGING_PASSES = (tag_forward,)
+
+# The joint graph to forward and backward, and what may be freed between them.
+COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
+INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
 
 
 def canonical(gm: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
@@ -38,18 +111,18 @@ def tracked(
     batch: int | None = None,
 ) -> fx.GraphModule:
     """The same graph, knowing its shapes and where the samples lie at every site."""
-    step = partial(track_batch, args=args, kwargs=kwargs, any_batch=any_batch, batch=batch)
-    return run_passes(_copied(gm), (step,), origin=log[-1].name if log else "mark_sites", log=log)
+    passes = _bound(TRACKING_PASSES, args=args, kwargs=kwargs, any_batch=any_batch, batch=batch)
+    return run_passes(_copied(gm), passes, origin=log[-1].name if log else "mark_sites", log=log)
 
 
 def rewritten(
     gm: fx.GraphModule, table: nn.Module, rows: dict[str, int], recipe: str, log: MutableSequence[PassRecord]
 ) -> fx.GraphModule:
     """The graph with a switch at each site, reading `table`."""
-    step = partial(insert_switches, rows=rows, recipe=recipe)
+    passes = _bound(SWITCHING_PASSES, rows=rows, recipe=recipe)
     found = {node.meta["site"].name for node in gm.graph.nodes if "site" in node.meta}
     check = partial(_check_switches, rows={name: row for name, row in rows.items() if name in found})
-    return run_passes(_linked(gm, table), (step,), origin="mark_sites", log=log, invariants=(check,))
+    return run_passes(_linked(gm, table), passes, origin="mark_sites", log=log, invariants=(check,))
 
 
 def specialised(
@@ -61,8 +134,36 @@ def specialised(
     log: MutableSequence[PassRecord],
 ) -> fx.GraphModule:
     """The graph for one policy."""
-    step = partial(specialize, policy=policy, rows=rows, recipe=recipe)
-    return run_passes(_linked(gm, table), (step,), origin="mark_sites", log=log)
+    passes = _bound(SPECIALISING_PASSES, policy=policy, rows=rows, recipe=recipe)
+    return run_passes(_linked(gm, table), passes, origin="mark_sites", log=log)
+
+
+def isolated(
+    gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], log: MutableSequence[PassRecord]
+) -> None:
+    """Prove that no value of a tracked graph mixes samples; raise where it does."""
+    run_passes(gm, _bound(ISOLATION_PASSES, args=args, kwargs=kwargs), origin="track_batch", log=log)
+
+
+def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[PassRecord]) -> fx.GraphModule:
+    """The forward and backward programs of private training, from a graph that `isolated` has proved.
+
+    `trace` is the pass that makes the joint graph; it belongs to the privacy package, which knows clipping.
+    """
+    compiled = inner == "inductor"
+    joint = run_passes(gm, (trace,), origin="verify_isolation", log=log)
+    traced = signature_of(joint)
+    sound = (partial(check_outputs, traced=traced), check_forward, check_clipping)
+    passes: tuple[Pass, ...] = COMPILED_JOINT_PASSES if compiled else INTERPRETED_JOINT_PASSES
+    joint = run_passes(joint, passes, origin=log[-1].name, log=log, invariants=(*sound, check_operands))
+    joint = run_passes(joint, TAGGING_PASSES, origin=log[-1].name, log=log, invariants=(*sound, check_tags))
+    passes = COMPILED_CUT_PASSES if compiled else INTERPRETED_CUT_PASSES
+    check = partial(check_cut, traced=traced)
+    return run_passes(joint, passes, origin=log[-1].name, log=log, invariants=(check,))
+
+
+def _bound(passes: Sequence[Callable[..., PassResult]], **options: Any) -> tuple[Pass, ...]:
+    return tuple(partial(step, **options) for step in passes)
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -4,6 +4,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from dpquant_compile.link_table import LinkTable
 from dpquant_compile.passes.batch.track_batch import batch_size, without_hooks
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.capture import Snapshot, capture_dynamo, capture_fx
+from dpquant_compile.passes.fx_utils import bind_inputs
 from dpquant_compile.passes.precision.insert_switches import axes_of
-from dpquant_compile.passes.runner import PassRecord, bind_inputs
+from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
@@ -31,9 +33,9 @@ Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 class Program:
     """One graph that is ready to run.
 
-    base         canonical graph with shapes and batch axes, from which variants are made
-    switched     the same with a switch at each site
-    call         runs `switched`, compiled as the spec asks
+    base         canonical graph with shapes and batch axes, from which variants and private programs are made
+    switch       makes `switched`: the same with a switch at each site
+    compile      makes `call` of that: what runs it, compiled as the spec asks
     rows         row of each site's name in the link table
     any_batch    whether it holds for all batch sizes, or only for the one it was captured with
     example      arguments of the first call, without their data
@@ -42,13 +44,23 @@ class Program:
     """
 
     base: fx.GraphModule
-    switched: fx.GraphModule
-    call: Callable[..., Any]
+    switch: Callable[[], fx.GraphModule]
+    compile: Callable[[fx.GraphModule], Callable[..., Any]]
     rows: dict[str, int]
     any_batch: bool
     example: tuple[Any, Any]
     traced_from: Any
     attributes: Mapping[str, Any]
+
+    @cached_property
+    def switched(self) -> fx.GraphModule:
+        """The program for all policies. Made when first asked for: private training does not run it."""
+        return self.switch()
+
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        """What runs `switched`."""
+        return self.compile(self.switched)
 
 
 class Programs:
@@ -211,9 +223,9 @@ class Programs:
             if key[:2] == kind and program.traced_from is source and site_axes(program.base) == site_axes(gm):
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
-        switched = pipeline.rewritten(gm, table, rows, str(self.spec.recipe), self.log)
+        switch = partial(pipeline.rewritten, gm, table, rows, str(self.spec.recipe), self.log)
         example = tree_map(_without_data, (tuple(args), dict(kwargs)))
-        return Program(gm, switched, self.compile(switched), rows, any_batch, example, source, attributes)
+        return Program(gm, switch, self.compile, rows, any_batch, example, source, attributes)
 
     def compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """What runs `gm`: the graph itself, or torch.compile of it by way of AOTAutograd."""

@@ -19,7 +19,8 @@ from dpquant_compile.explain import Explanation, explain
 from dpquant_compile.link_table import Dispatcher
 from dpquant_compile.passes.batch.track_batch import hint, symbolic_batch
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
-from dpquant_compile.passes.runner import PassRecord, graph_module_over, node_source
+from dpquant_compile.passes.fx_utils import graph_module_over, node_source
+from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget
 from dpquant_compile.sites import SiteTable, select_sites
 from dpquant_compile.spec import CompileSpec

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpquant_compile import pipeline
 from dpquant_compile.errors import NotCapturedError
 from dpquant_compile.link_table import LinkTable
+from dpquant_compile.passes.fx_utils import bind_inputs, draws_random, read_attribute
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE
 from dpquant_compile.passes.precision.split_blocks import block_key, lift_tensors, split_blocks
-from dpquant_compile.passes.runner import bind_inputs, draws_random, read_attribute
 from dpquant_compile.policy import Policy
 from dpquant_compile.programs import Program, Programs
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.errors import CaptureError
-from dpquant_compile.passes.runner import copy_graph, graph_module_over, node_source, read_attribute, user_frames
+from dpquant_compile.passes.fx_utils import copy_graph, graph_module_over, node_source, read_attribute, user_frames
 
 __all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Snapshot", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
-from dpquant_compile.passes.runner import read_attribute
+from dpquant_compile.passes.fx_utils import read_attribute
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.programs import MODULE_INTERNALS, plain_attributes
 

@@ -19,7 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpquant_compile.errors import CaptureError, DPQuantError, InplaceAliasError
 from dpquant_compile.passes.batch.batch_rules import Axis, Lost, OpCall, output_axis
-from dpquant_compile.passes.runner import PassResult, bind_inputs, node_source
+from dpquant_compile.passes.fx_utils import bind_inputs, node_source
+from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import BatchAxis, Site, Skipped
 
 __all__ = [

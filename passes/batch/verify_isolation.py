@@ -39,7 +39,8 @@ from dpquant_compile.passes.batch.track_batch import (
     run_on_fakes,
 )
 from dpquant_compile.passes.canonical.inline_modules import has_hooks
-from dpquant_compile.passes.runner import PassResult, node_source
+from dpquant_compile.passes.fx_utils import node_source
+from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Mixed", "verify_isolation"]

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from dpquant_compile.errors import InplaceAliasError
-from dpquant_compile.passes.runner import PassResult, node_source
+from dpquant_compile.passes.fx_utils import node_source
+from dpquant_compile.passes.runner import PassResult
 
 __all__ = ["functionalize", "mutated_input", "root_of"]
 

@@ -14,7 +14,8 @@ from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.canonical.functionalize import mutated_input, root_of
 from dpquant_compile.passes.canonical.inline_modules import has_hooks
 from dpquant_compile.passes.capture import SITE_MODULES, TRANSPOSED_MODULES
-from dpquant_compile.passes.runner import PassResult, clean_path, node_source, op_name
+from dpquant_compile.passes.fx_utils import clean_path, node_source, op_name
+from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import ConvGeometry, Site, SiteTable, Skipped, renumber
 
 __all__ = ["collect_sites", "declared_sites", "mark_sites"]

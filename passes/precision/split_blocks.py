@@ -12,8 +12,8 @@ from dpquant_compile.backends.ops.specialised_site import low_precision_site, se
 from dpquant_compile.backends.site_args import site_args
 from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.fx_utils import clean_path, graph_module_over
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE
-from dpquant_compile.passes.runner import clean_path, graph_module_over
 
 __all__ = ["block_key", "lift_tensors", "split_blocks"]
 

@@ -1,7 +1,7 @@
-"""Savings: what a program's forward keeps for backward, less the float32 inputs of sites that have kept codes.
+"""Free the float32 inputs of sites that have saved codes instead, between forward and backward.
 
-Which sites read codes is the policy's to say, and so not known when a program is compiled: it saves the inputs of all
-of them. When forward has returned, those that backward will not look at are let go, and stand-ins take their places.
+The policy says which sites read codes, so this is not known when a program is compiled: forward saves the inputs of
+all sites. When it has returned, `SavedInputs.free` replaces those that backward will not read by stand-ins.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, fx
 
 from dpquant_compile.backends.site_args import site_args
+from dpquant_compile.passes.private.cut_joint import backward_of
+from dpquant_compile.passes.runner import NOTE, PassResult
 
-__all__ = ["Savings", "find_savings", "sites_reading", "users_of"]
+__all__ = ["SavedInputs", "free_saved_inputs", "sites_reading", "users_of"]
+
+_UNREAD = "unread_if_low"  # in the metadata of a placeholder: the rows of the sites that read it in full precision only
 
 # Operators that are given a site's input twice, as numbers and in another form, and read one of them.
 _READERS = frozenset(
@@ -27,12 +31,18 @@ _RESHAPING = frozenset(
 
 
 @dataclass(frozen=True)
-class Savings:
+class SavedInputs:
     """Places in the list of saved tensors that only certain sites read, with the rows of those sites."""
 
     places: tuple[tuple[int, tuple[int, ...]], ...]
 
-    def let_go(self, saved: list[Any], policy: Tensor) -> None:
+    @staticmethod
+    def of(gm: fx.GraphModule) -> "SavedInputs":
+        """What `free_saved_inputs` has found."""
+        given = enumerate(backward_of(gm).graph.find_nodes(op="placeholder"))
+        return SavedInputs(tuple((place, node.meta[_UNREAD]) for place, node in given if _UNREAD in node.meta))
+
+    def free(self, saved: list[Any], policy: Tensor) -> None:
         """Replace what this policy leaves unread by stand-ins of the same shape and layout that hold nothing."""
         low = policy.tolist() if self.places else []
         for place, sites in self.places:
@@ -40,10 +50,19 @@ class Savings:
                 saved[place] = _stand_in(saved[place])
 
 
-def find_savings(backward: fx.GraphModule) -> Savings:
-    """See which of the tensors that backward is given are inputs of sites and nothing else."""
-    given = enumerate(backward.graph.find_nodes(op="placeholder"))
-    return Savings(tuple((place, sites) for place, node in given if (sites := _sites(node))))
+def free_saved_inputs(gm: fx.GraphModule) -> PassResult:
+    """Note at each tensor that backward is given which sites alone read it, and only in full precision.
+
+        def backward(relu, …)   →   def backward(relu, …)  # relu: not read when low: sites 4, 7
+
+    Requires: `cut_joint`. Ensures: `SavedInputs.of(gm)` names the tensors that a run may free, by policy.
+    Numerics: unchanged; only metadata is written.
+    """
+    found = [(node, rows) for node in backward_of(gm).graph.find_nodes(op="placeholder") if (rows := _sites(node))]
+    for node, rows in found:
+        note = f"not read by backward if low: site {', '.join(map(str, rows))}"
+        node.meta = {**node.meta, _UNREAD: rows, NOTE: note}  # forward's node may share the dict
+    return PassResult(gm, bool(found))
 
 
 def users_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

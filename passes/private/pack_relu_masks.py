@@ -1,10 +1,11 @@
-"""Packed masks: a ReLU between two sites and nothing else keeps a bit for each element where it used to keep a float.
+"""Pack the mask of a ReLU between two sites: a bit for each element where a float was saved.
 
-For ReLUs whose mask cannot be made of other maps, see `masks.py`. Between two sites that is an operator in the place of
-a loop, which had little to be fused with.
+For ReLUs whose mask `recompute_relu_masks` cannot compute from other maps. Between two sites the operator replaces a
+loop that Inductor could not fuse with much else.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +14,23 @@ from torch import fx
 from dpquant_compile.backends.ops.relu_bits import can_pack
 from dpquant_compile.backends.site_args import in_order, site_args
 from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
+from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts
 from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients, masks_of
+from dpquant_compile.passes.runner import PassResult
 
-__all__ = ["pack_masks"]
+__all__ = ["pack_relu_masks"]
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.dpquant
 
 
-def pack_masks(gm: fx.GraphModule, count: int) -> int:
-    """Give ReLUs whose output only sites read in backward their bits; how many outputs are forward's now.
+def pack_relu_masks(gm: fx.GraphModule) -> PassResult:
+    """Save bits for ReLUs whose output only sites read in backward.
 
-    Requires: the joint graph of a private program, after `recompute_masks`; its first `count` outputs are forward's.
-    Ensures: the bits stand behind them. Else the cut would make them in backward, of the numbers that they replace.
+        where(relu <= 0, 0, grad)   →   bits = positive_bits(relu, …); relu_grad(relu, bits, grad, …)
+
+    Requires: `recompute_relu_masks`; a joint graph with its facts.
+    Ensures: the bits are outputs, behind those that were forward's, and counted in `forward_outputs`. Else the cut
+    would compute them in backward, from the numbers that they replace. Numerics: unchanged bit for bit.
     """
     packed = []
     backward = depends_on_gradients(gm.graph)
@@ -37,10 +43,13 @@ def pack_masks(gm: fx.GraphModule, count: int) -> int:
         if sites[0] < 0 or not forward:
             continue
         packed.append(_replace(gm.graph, relu, mask, site_args(forward[0]).policy, sites))
-    outputs: Any = gm.graph.output_node().args[0]
+    if not packed:
+        return PassResult(gm, False)
+    facts, outputs = facts_of(gm), list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    count = facts.forward_outputs
     gm.graph.output_node().args = ([*outputs[:count], *packed, *outputs[count:]],)
-    gm.recompile()
-    return count + len(packed)
+    keep_facts(gm, replace(facts, forward_outputs=count + len(packed)))
+    return PassResult(gm, True)
 
 
 def _is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:

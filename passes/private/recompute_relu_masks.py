@@ -1,8 +1,8 @@
-"""Masks: where a ReLU let a gradient through, worked out again in backward instead of read off its saved output.
+"""Recompute the mask of a ReLU in backward, instead of reading it from the ReLU's saved output.
 
-The output of a ReLU is the input of the next site. A low-precision site keeps that as codes, and nobody needs the
-float32 numbers any more but ReLU's own backward, which asks where they were positive. That can be told from what
-backward holds anyway: the maps that normalisation keeps. Inductor does it in loops that read those maps already.
+The output of a ReLU is the input of the next site. A low-precision site keeps it as codes. Then only ReLU's own
+backward needs the float32 numbers: it asks where they were positive. The maps that normalisation saves for backward
+tell that too, and Inductor recomputes the mask in loops that read those maps already.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
+from dpquant_compile.passes.runner import PassResult
 
-__all__ = ["depends_on_gradients", "masks_of", "recompute_masks"]
+__all__ = ["depends_on_gradients", "masks_of", "recompute_relu_masks"]
 
 _ATEN = torch.ops.aten
 _RELU, _MASK = _ATEN.relu.default, _ATEN.le.Scalar
@@ -25,10 +26,13 @@ _FEW = 3  # maps that a mask may be made of: along a chain of skip connections e
 _SHORT = 24  # operations from those maps to the mask: a norm has four or five
 
 
-def recompute_masks(gm: fx.GraphModule) -> None:
-    """Make the masks of ReLUs whose output is a site's input of other maps than that output, where backward has them.
+def recompute_relu_masks(gm: fx.GraphModule) -> PassResult:
+    """Compute a ReLU's mask from maps that backward holds, where the ReLU's output is the input of a site.
 
-    Requires: the joint graph of a private program, equal nodes merged. The cut must not merge them again.
+        y = relu(a * b); site(y); …; mask = y <= 0   →   y = relu(a * b); site(y); …; mask = (a * b) <= 0
+
+    Requires: `merge_equal_nodes`; the cut must not merge again. Ensures: such a mask does not read the ReLU's output.
+    Numerics: unchanged bit for bit: the same operations on the same maps, and relu(x) <= 0 where x <= 0.
     """
     backward = depends_on_gradients(gm.graph)
     chains: dict[fx.Node, Chain] = {}
@@ -38,7 +42,7 @@ def recompute_masks(gm: fx.GraphModule) -> None:
             chains[relu] = chain
             with gm.graph.inserting_before(masks[relu]):
                 masks[relu].replace_input_with(relu, _copied(gm.graph, relu, chain))
-    gm.recompile()
+    return PassResult(gm, bool(chains))
 
 
 def masks_of(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:

@@ -12,14 +12,11 @@ from dpquant_compile import pipeline
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
+from dpquant_compile.passes.fx_utils import bind_inputs, graph_module_over, node_source, op_name
 from dpquant_compile.passes.precision.insert_switches import insert_switches
 from dpquant_compile.passes.runner import (
     PassRecord,
     PassResult,
-    bind_inputs,
-    graph_module_over,
-    node_source,
-    op_name,
     run_passes,
 )
 from tests.support.models import GroupNormNet, canonical, seeded, traced
@@ -129,7 +126,7 @@ def forget_site(gm: fx.GraphModule, *, rows: dict[str, int], recipe: str) -> Pas
 def test_a_dropped_switch_is_caught(faulty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gm = canonical(seeded(GroupNormNet))
     rows = {name: row for row, name in enumerate(collect_sites(gm).names)}
-    monkeypatch.setattr(pipeline, "insert_switches", faulty)
+    monkeypatch.setattr(pipeline, "SWITCHING_PASSES", (faulty,))
     with pytest.raises(GraphInvariantError, match="site 'fc'"):
         pipeline.rewritten(gm, LinkTable(len(rows)), rows, RECIPE, [])
 

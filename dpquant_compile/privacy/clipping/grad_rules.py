@@ -21,7 +21,7 @@ from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.errors import PerSampleGradientError, RegistryError
 from dpquant_compile.numerics.quantize import to_samples
 from dpquant_compile.passes.canonical.canonicalize import CONVS
-from dpquant_compile.passes.runner import op_name
+from dpquant_compile.passes.fx_utils import op_name
 from dpquant_compile.privacy.clipping.parameter_uses import Use, axis_of
 from dpquant_compile.sites import BatchAxis
 

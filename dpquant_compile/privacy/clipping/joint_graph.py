@@ -1,8 +1,9 @@
-"""Tracing: forward, backward, norms, clipping and weighted sums of one micro-batch, as one graph of ATen operators."""
+"""What a private program computes, run on tensors: forward, backward, norms, clip factors and weighted sums."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.fx_utils import draws_random, node_source, op_name, read_attribute
 from dpquant_compile.passes.precision.insert_switches import call_at
-from dpquant_compile.passes.runner import draws_random, node_source, op_name
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.grad_rules import (
     DensePiece,
@@ -33,7 +34,7 @@ from dpquant_compile.privacy.clipping.grad_rules import (
 from dpquant_compile.privacy.clipping.parameter_uses import Use, Uses, axis_of, named_arguments
 from dpquant_compile.sites import ConvGeometry
 
-__all__ = ["Plan", "Tracing", "packed_key"]
+__all__ = ["Inputs", "JointSpec", "Tracing", "packed_key"]
 
 
 def packed_key(target: str, row: int | None) -> str:
@@ -46,7 +47,24 @@ _LARGEST = 1 << 30
 
 
 @dataclass(frozen=True)
-class Plan:
+class Inputs:
+    """What one run of a program is given, beside the model's own tensors.
+
+    args      one value per placeholder, padded to the program's batch
+    packed    weights as this step's low-precision products take them, by `packed_key`
+    table     policy, keys, sample ids
+    bounds    clipping bounds; `live` [B] tells samples from padding
+    """
+
+    args: Sequence[Any]
+    packed: Mapping[str, Tensor]
+    table: tuple[Tensor, Tensor, Tensor]
+    bounds: Tensor
+    live: Tensor
+
+
+@dataclass(frozen=True)
+class JointSpec:
     """What a private program computes: the graph, its uses, its clipping, and how each site is called."""
 
     base: fx.GraphModule
@@ -57,6 +75,31 @@ class Plan:
     rows: Mapping[str, int]
     recipe: str
     batch: int
+
+    @cached_property
+    def attributes(self) -> tuple[str, ...]:
+        """The model's tensors that the program reads, by the targets of their get_attr nodes."""
+        targets = dict.fromkeys(str(node.target) for node in self.base.graph.find_nodes(op="get_attr"))
+        return tuple(target for target in targets if isinstance(read_attribute(self.base, target), Tensor))
+
+    @cached_property
+    def packed_weights(self) -> tuple[str, ...]:
+        """The keys of the packed weights that the program is given."""
+        sites = (node for node in self.base.graph.nodes if self.row(node) is not None)
+        return tuple(dict.fromkeys(key for node in sites if (key := self.packed(node)) is not None))
+
+    def flat(self, inputs: Inputs) -> list[Any]:
+        """The tensors of a run in the order in which the program takes them; see `flat_names`."""
+        read = [read_attribute(self.base, target).detach() for target in self.attributes]
+        packed = [inputs.packed[key] for key in self.packed_weights]
+        leaves = [leaf for leaf in tree_leaves(list(inputs.args)) if isinstance(leaf, Tensor)]
+        return [*read, *packed, *inputs.table, inputs.bounds, inputs.live, *leaves]
+
+    @property
+    def flat_names(self) -> tuple[str, ...]:
+        """What the first tensors of `flat` are; those of the batch follow."""
+        packed = (f"packed {key.partition(':')[2]}" for key in self.packed_weights)
+        return (*self.attributes, *packed, "policy", "keys", "samples", "bounds", "live")
 
     def packed(self, node: fx.Node) -> str | None:
         """The key of a site's packed weight; None for a weight that forward computes."""
@@ -102,7 +145,7 @@ class Plan:
 
 
 class Tracing(fx.Interpreter):
-    """One run of a plan on given tensors.
+    """One run of a spec on given tensors.
 
     attributes  tensors behind the get_attr nodes, by target; parameters are constants here
     packed      weights of the sites as low-precision products take them, by `packed_key`
@@ -111,18 +154,19 @@ class Tracing(fx.Interpreter):
 
     def __init__(
         self,
-        plan: Plan,
+        spec: JointSpec,
         attributes: Mapping[str, Tensor],
         packed: Mapping[str, Tensor],
         table: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        super().__init__(plan.base, garbage_collect_values=False)
+        super().__init__(spec.base, garbage_collect_values=False)
         self.extra_traceback = False
-        self.plan = plan
+        self.spec = spec
         self.attributes, self.packed, self.table = attributes, packed, table
         self._operands: dict[fx.Node, tuple[Tensor, Tensor]] = {}
-        self._frontier = {use.node for use in plan.uses.uses}
+        self._frontier = {use.node for use in spec.uses.uses}
         self.ways: tuple[tuple[str, str, str], ...] = ()
+        self.computed: dict[str, Tensor] = {}  # norms and clip factors, by what they are
 
     def outputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Run forward; what comes back may require grad."""
@@ -135,7 +179,7 @@ class Tracing(fx.Interpreter):
         return self.attributes[target] if target in self.attributes else super().get_attr(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        result = self._site(n) if self.plan.row(n) is not None else super().run_node(n)
+        result = self._site(n) if self.spec.row(n) is not None else super().run_node(n)
         if n in self._frontier:
             if not isinstance(result, Tensor):
                 raise PerSampleGradientError(
@@ -154,7 +198,7 @@ class Tracing(fx.Interpreter):
 
     def _site(self, node: fx.Node) -> Tensor:
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
-        target, static = self.plan.packed(node), self.plan.static(node)
+        target, static = self.spec.packed(node), self.spec.static(node)
         assert static is not None
         rest = site_arguments(self.table, static)
         if target is not None:
@@ -173,20 +217,22 @@ class Tracing(fx.Interpreter):
         """From the gradients of the outputs to the sums of clipped gradients, and how many samples were left out."""
         ends = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
         # A comparison takes a parameter too, but gives it no gradient.
-        nodes = [n for n in dict.fromkeys(use.node for use in self.plan.uses.uses) if self.env[n].requires_grad]
+        nodes = [n for n in dict.fromkeys(use.node for use in self.spec.uses.uses) if self.env[n].requires_grad]
         grads = torch.autograd.grad(ends, [self.env[node] for node in nodes], list(tangents), allow_unused=True)
         by_node: dict[fx.Node, Any] = dict(zip(nodes, grads, strict=True))
         with torch.no_grad():
-            found = ((use, by_node.get(use.node)) for use in self.plan.uses.uses)
+            found = ((use, by_node.get(use.node)) for use in self.spec.uses.uses)
             reached = [(use, grad) for use, grad in found if grad is not None]
             pieces = {use: make_piece(use, self._values(use, grad)) for use, grad in reached}
-            held = {name: self._held(name, pieces) for name in self.plan.order}
-            self.ways = tuple(self._way(name, pieces, held[name]) for name in self.plan.order)
-            norms = [self._norms(name, pieces, held[name], live) for name in self.plan.order]
-            factors, dropped = self.plan.clipping.factors(norms, bounds, live, self.plan.places)
+            held = {name: self._held(name, pieces) for name in self.spec.order}
+            self.ways = tuple(self._way(name, pieces, held[name]) for name in self.spec.order)
+            norms = [self._norms(name, pieces, held[name], live) for name in self.spec.order]
+            factors, dropped = self.spec.clipping.factors(norms, bounds, live, self.spec.places)
+            self.computed |= {f"squared_norms {n}": v for n, v in zip(self.spec.order, norms, strict=True)}
+            self.computed |= {f"clip_factors {n}": v for n, v in zip(self.spec.order, factors, strict=True)}
             sums = [
                 self._sum(name, pieces, held[name], factor)
-                for name, factor in zip(self.plan.order, factors, strict=True)
+                for name, factor in zip(self.spec.order, factors, strict=True)
             ]
         return sums, dropped
 
@@ -197,42 +243,42 @@ class Tracing(fx.Interpreter):
         }
         arguments |= {f"node:{source.name}": self.env[source] for source in use.node.all_input_nodes}
         constant = self.env[use.constant]
-        static = self.plan.static(use.node)
+        static = self.spec.static(use.node)
         detached = {k: v.detach() if isinstance(v, Tensor) else v for k, v in arguments.items()}
         method, operand = self._method(use, constant, grad), self._operands.get(use.node)
-        return UseValues(detached, constant, grad, self.plan.batch, self.table, static, method, operand)
+        return UseValues(detached, constant, grad, self.spec.batch, self.table, static, method, operand)
 
     def _method(self, use: Use, constant: Tensor, grad: Tensor) -> str:
         if use.slots != ("weight",) or piece_kind(use) != "book-keeping":
             return "kept"
-        static = self.plan.static(use.node)
+        static = self.spec.static(use.node)
         if static is None:
             raise PerSampleGradientError(f"parameter {use.params[0]!r}: the samples of {use} cannot be told apart")
         shape = tuple(constant.shape)
-        count = grad.numel() // (self.plan.batch * shape[0])
+        count = grad.numel() // (self.spec.batch * shape[0])
         x = self.env[use.node.args[0]]  # type: ignore[index]
-        pixels = x.numel() // (self.plan.batch * shape[1] * static.groups)
-        method = choose_method(shape, static.groups, count, pixels, self.plan.batch)
-        pooled = any(name not in self.plan.uses.separate for name in use.params)
+        pixels = x.numel() // (self.spec.batch * shape[1] * static.groups)
+        method = choose_method(shape, static.groups, count, pixels, self.spec.batch)
+        pooled = any(name not in self.spec.uses.separate for name in use.params)
         return "gram" if pooled and method == "kept" else method
 
     # One parameter
 
     def _pieces(self, name: str, pieces: Mapping[Use, Piece]) -> list[tuple[Use, Piece]]:
-        return [(use, pieces[use]) for use in self.plan.uses.of(name) if use in pieces]
+        return [(use, pieces[use]) for use in self.spec.uses.of(name) if use in pieces]
 
     def _held(self, name: str, pieces: Mapping[Use, Piece]) -> Tensor | None:
         """The per-sample gradients of a parameter, where its uses cannot be taken one by one."""
         own = self._pieces(name, pieces)
-        if name in self.plan.uses.separate or not own or self._pooled(own):
+        if name in self.spec.uses.separate or not own or self._pooled(own):
             return None
         shape = self.attributes_of(name).shape
-        size = 4 * self.plan.batch * math.prod(shape)
+        size = 4 * self.spec.batch * math.prod(shape)
         if size > _LARGEST:
             uses = "; ".join(str(use) for use, _ in own)
             raise PerSampleGradientError(
                 f"parameter {name!r} is used in ways ({uses}) that need its per-sample gradients in memory: "
-                f"{size >> 20} MiB at a physical batch of {self.plan.batch}. Fix: a smaller max_physical_batch_size, "
+                f"{size >> 20} MiB at a physical batch of {self.spec.batch}. Fix: a smaller max_physical_batch_size, "
                 "or freeze it"
             )
         total: Tensor | None = None
@@ -248,7 +294,7 @@ class Tracing(fx.Interpreter):
         used = ", ".join(dict.fromkeys(op_name(use.node) for use, _ in own))
         if held is not None:
             return name, used, f"kept, added up over {len(own)} uses: {', '.join(piece_kind(use) for use, _ in own)}"
-        if name not in self.plan.uses.separate:
+        if name not in self.spec.uses.separate:
             return name, used, f"gram over {len(own)} uses"
         ways = (p.method if isinstance(p, SitePiece) else "" for _, p in own)
         names = (f"{piece_kind(use)}{f' ({way})' if way else ''}" for (use, _), way in zip(own, ways, strict=True))
@@ -268,7 +314,7 @@ class Tracing(fx.Interpreter):
             return torch.zeros(live.shape, device=live.device)
         if held is not None:
             return DensePiece(held).norms()
-        if name in self.plan.uses.separate:
+        if name in self.spec.uses.separate:
             norms = [piece.norms() for _, piece in own]
             return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
         return pooled_norms([piece for _, piece in own])  # type: ignore[misc]
@@ -287,7 +333,7 @@ class Tracing(fx.Interpreter):
 
     def attributes_of(self, name: str) -> Tensor:
         """The value of a parameter by its one name."""
-        return next(self.attributes[target] for target, own in self.plan.uses.names.items() if own == name)
+        return next(self.attributes[target] for target, own in self.spec.uses.names.items() if own == name)
 
     def _pull(self, use: Use, name: str) -> Callable[[Tensor], Tensor]:
         """The linear map from a gradient of the use's constant to one of the parameter."""
@@ -297,7 +343,7 @@ class Tracing(fx.Interpreter):
             values: dict[fx.Node, Any] = {}
 
             def read(node: fx.Node) -> Any:
-                if node.op == "get_attr" and self.plan.uses.names.get(str(node.target)) == name:
+                if node.op == "get_attr" and self.spec.uses.names.get(str(node.target)) == name:
                     return parameter
                 return values.get(node, self.env[node])
 
@@ -327,11 +373,11 @@ class Tracing(fx.Interpreter):
         stack = [constant]
         while stack:
             node = stack.pop()
-            inside = node.op in ("call_function", "call_method") and name in self.plan.uses.made_of.get(node, ())
+            inside = node.op in ("call_function", "call_method") and name in self.spec.uses.made_of.get(node, ())
             if inside and node not in wanted:
                 wanted.add(node)
                 stack.extend(node.all_input_nodes)
-        chain = [node for node in self.plan.base.graph.nodes if node in wanted]
+        chain = [node for node in self.spec.base.graph.nodes if node in wanted]
         if drawn := next((node for node in chain if draws_random(node)), None):
             raise PerSampleGradientError(
                 f"parameter {name!r} goes through {op_name(drawn)} ({node_source(drawn) or drawn.name}), which draws "

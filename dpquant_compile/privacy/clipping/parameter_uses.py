@@ -20,10 +20,10 @@ from torch import Tensor, fx
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.canonical.functionalize import mutated_input
-from dpquant_compile.passes.runner import node_source, op_name, read_attribute
+from dpquant_compile.passes.fx_utils import node_source, op_name, read_attribute
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["Use", "Uses", "axis_of", "find_uses", "named_arguments", "read_attribute", "refuse_whole_modules"]
+__all__ = ["Use", "Uses", "axis_of", "find_uses", "named_arguments", "refuse_whole_modules"]
 
 # Methods and functions that only choose or move elements; a gradient keeps its norm on the way back through them.
 _VIEWS = (

@@ -8,7 +8,6 @@ gradient reaches one around the clipping. The sums have no noise yet: they are n
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +15,20 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from dpquant_compile import pipeline
 from dpquant_compile.backends.ops.private_site import empty_packed, pack_weight
 from dpquant_compile.engine_interface import Internals
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.passes.batch.track_batch import batch_size
-from dpquant_compile.passes.batch.verify_isolation import verify_isolation
+from dpquant_compile.passes.fx_utils import bind_inputs, read_attribute
 from dpquant_compile.passes.precision.insert_switches import call_at
-from dpquant_compile.passes.runner import bind_inputs, run_passes
+from dpquant_compile.passes.private.joint_facts import TENSOR
 from dpquant_compile.privacy.clipping.bounds import Clipping
-from dpquant_compile.privacy.clipping.joint_graph import Plan, packed_key
-from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, read_attribute, refuse_whole_modules
-from dpquant_compile.privacy.clipping.program import Inputs, PrivateProgram
+from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, packed_key
+from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, refuse_whole_modules
+from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.constants import Constants
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 from dpquant_compile.privacy.hooks import refuse_hooks
@@ -193,7 +193,7 @@ class Session:
         table = self.internals.begin(self.physical, self._ids(size), self.bits)
         inputs = self._inputs(program, given, size, table, scale)
         private = self._private(program, inputs, (args, kwargs))
-        self.constants.check_read(program.base, private.attributes, self.parameters)
+        self.constants.check_read(program.base, private.spec.attributes, self.parameters)
         call = _Call(self, private, size, scale)
         apply: Any = _Run.apply
         with self._random_operators(private, table.keys.device):
@@ -209,7 +209,7 @@ class Session:
             self.forget()
             self._released, self._scale = False, call.scale
         self.by_hand |= self.micro is None
-        for name, total in zip(call.program.plan.order, sums, strict=True):
+        for name, total in zip(call.program.spec.order, sums, strict=True):
             # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total.as_subclass(UnnoisedSum)
             self.parameters[name].summed_grad = self._sums[name]  # type: ignore[attr-defined]
@@ -342,20 +342,20 @@ class Session:
                 kept[kind] = (program, self._built(program, inputs, call))
             self.constants.check_attributes(program.attributes)
             self._programs[id(program)] = kept[kind]
-            self._used |= set(kept[kind][1].plan.order)
+            self._used |= set(kept[kind][1].spec.order)
         return self._programs[id(program)][1]
 
     def _built(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
         refuse_whole_modules(program.base, trainable)
-        step = partial(verify_isolation, args=call[0], kwargs=call[1])
-        run_passes(program.base, (step,), origin="track_batch", log=self.internals.programs.log)
+        log = self.internals.programs.log
+        pipeline.isolated(program.base, *call, log)
         uses = find_uses(program.base, trainable)
         order = tuple(name for name in self.parameters if name in uses.parameters)
         recipe = str(self.internals.spec.recipe)
         places = tuple(list(self.parameters).index(name) for name in order)
-        plan = Plan(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
-        return PrivateProgram(plan, inputs, self.internals.spec.inner, self.internals.programs.recorder)
+        spec = JointSpec(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
+        return PrivateProgram(spec, inputs, self.internals.spec.inner, self.internals.programs.recorder, log)
 
 
 class _Call:
@@ -412,7 +412,7 @@ def _unpadded(base: fx.GraphModule, private: PrivateProgram, flat: Sequence[Tens
     leaves, spec = tree_flatten(output.args[0])
     values = iter(flat)
     result = [
-        real_rows(next(values), axis_of(leaf), size) if constant is private.TENSOR else constant
+        real_rows(next(values), axis_of(leaf), size) if constant is TENSOR else constant
         for leaf, constant in zip(leaves, private.outputs, strict=True)
     ]
     return base.graph._codegen.process_outputs(tree_unflatten(result, spec))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpquant_compile import pipeline
 from dpquant_compile.backends.ops.site import output_shape, plain_dtypes
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
@@ -23,10 +24,9 @@ from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, fold
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.batch.track_batch import batch_size
-from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.fx_utils import bind_inputs
 from dpquant_compile.passes.precision.insert_switches import call_at
-from dpquant_compile.passes.runner import bind_inputs, run_passes
 from dpquant_compile.privacy.clipping.parameter_uses import axis_of
 from dpquant_compile.privacy.clipping.runtime import Session, padded, real_rows
 from dpquant_compile.privacy.data.poisson_loader import PrivateLoader
@@ -137,8 +137,7 @@ class Probe:
         constants.check_read(program.base, read, self._session.parameters)
         if id(program) not in self._proved:
             constants.check_attributes(program.attributes)
-            step = partial(verify_isolation, args=args, kwargs=kwargs)
-            run_passes(program.base, (step,), origin="track_batch", log=programs.log)
+            pipeline.isolated(program.base, args, kwargs, programs.log)
             self._proved.add(id(program))
         names = [name for name, _ in sorted(program.rows.items(), key=lambda item: item[1])]
         bits = self._session.bits

@@ -13,10 +13,10 @@ from dpquant_compile.errors import CaptureError
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
+from dpquant_compile.passes.fx_utils import read_attribute
 from dpquant_compile.passes.precision.insert_switches import insert_switches
 from dpquant_compile.passes.precision.specialize import specialize
 from dpquant_compile.passes.precision.split_blocks import block_key, lift_tensors, split_blocks
-from dpquant_compile.passes.runner import read_attribute
 from tests.support.models import (
     Attention,
     GroupNormNet,
