@@ -231,7 +231,8 @@ def test_a_step_that_failed_before_its_release_is_repeated_within_one_engine() -
     result = result_of(whole)
     engine = engine_of()
     start, seen = engine.state_dict(), []
-    note = engine.made.optimizer._tell_released
+    account = engine.made.optimizer._account
+    note = account.note
 
     def fail(values: list[torch.Tensor]) -> None:
         seen.append(1)
@@ -239,7 +240,7 @@ def test_a_step_that_failed_before_its_release_is_repeated_within_one_engine() -
             raise KeyboardInterrupt
         note(values)
 
-    engine.made.optimizer._tell_released = fail
+    account.note = fail
     with pytest.raises(KeyboardInterrupt):
         epoch(engine)
     made_private_again(engine)

@@ -136,7 +136,8 @@ def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: P
         for _ in range(epochs):
             epoch(engine)
         engine.save_checkpoint(path=path.parent / "c.pt")
-        note, seen = engine.made.optimizer._tell_released, []
+        account, seen = engine.made.optimizer._account, []
+        note = account.note
 
         def crash(values: Any) -> None:
             seen.append(1)
@@ -144,7 +145,7 @@ def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: P
                 raise KeyboardInterrupt
             note(values)
 
-        engine.made.optimizer._tell_released = crash
+        account.note = crash
         with pytest.raises(KeyboardInterrupt):
             epoch(engine)
         assert spends(engine) == epochs * STEPS + at
@@ -238,7 +239,7 @@ def test_a_line_that_was_cut_counts_for_nothing(path: Path) -> None:
         beside(path).write_text(f"a 0 begun\n{line}")
         releases = Releases(path)
         assert releases.counts == {"a": 0} and not releases.went_on_elsewhere("a", 0, 1)
-        releases.begin("b", 0)
+        releases.note_begun("b", 0)
         again = Releases(path)
         assert again.counts == {"a": 0, "b": 0} and not again.went_on_elsewhere("a", 0, 1)
     beside(path).write_text("\n".join([*lines, ""]))
@@ -298,14 +299,14 @@ def test_a_new_ledger_under_another_name_takes_what_is_missing(path: Path) -> No
 
 def test_a_run_that_began_and_never_spent_is_no_loss(path: Path) -> None:
     releases = Releases(path)
-    releases.begin("one", 0)
+    releases.note_begun("one", 0)
     ledger = Ledger("rdp", path)
     spent(ledger)
     ledger.close()
-    releases.begin(ledger.position[0], 1)
+    releases.note_begun(ledger.position[0], 1)
     assert counts(Ledger.read(path)) == [("training", 1)]  # as many as are known
     Ledger("rdp", path).close()
-    releases.begin(ledger.position[0], 2)
+    releases.note_begun(ledger.position[0], 2)
     with pytest.raises(LedgerError, match="rolled back"):
         Ledger("rdp", path)
 

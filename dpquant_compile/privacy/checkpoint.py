@@ -149,7 +149,7 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         torch.set_rng_state(states[world.rank].clone())  # it reads from where the storage begins
     made.optimizer.noise_multiplier = state["noise_multiplier"]
     made.optimizer.max_grad_norm = state["max_grad_norm"]
-    made.session.forget()
+    made.session.drop_sums()
     made.session.model.set_policy(state["policy"])
     made.session.model.step = state["step"]
     if engine.scheduler is not None:
