@@ -80,12 +80,12 @@ class Step:
     """The state of the current logical batch. Its methods are the only way to change it; an illegal change raises.
 
     ```text
-                         ┌─────── hand_out (next micro-batch) ───────┐
-                         ▼                                           │
+                                     ┌──── hand_out (next micro-batch) ──────┐
+                                     ▼                                       │
     idle ─ pay ► paid ─ hand_out ► drawn ─ forward ► forward ─ backward ► backward ─ release ► released
-     ▲            ▲                                                                              │
-     │            └────────────────────────── pay (next logical batch) ──────────────────────────┤
-     └─────────────────────────────── end (from every state: the loop is left) ──────────────────┘
+     ▲            ▲                                                                               │
+     │            └────────────────────────── pay (next logical batch) ───────────────────────────┤
+     └──────────────────────── end (from every state: the loop is left) ──────────────────────────┘
 
     by hand:  idle ─ forward ► forward ─ backward ► backward ─ pay ─ release ► released ─ drop ► idle
     ```
@@ -94,8 +94,8 @@ class Step:
     - A forward replaces the one before, whose backward is then refused. Evaluation, `torch.no_grad()` and analyses that
       run forward only do not come here.
     - A batch may be released without a backward: that is noise alone. A second release of one batch is paid for again.
-    - A batch that is left without a release loses its payment. The first micro-batch of the next one, and `end`, empty
-      the sum; `drop` empties it at any time.
+    - A batch may be left without a release: the payment for the next one replaces its own, and the first micro-batch of
+      the next one empties the sum. So do `end`, which ends the payment too, and `drop`, at any time.
     - A release that fails on its way can be paid for and made again, or the next backward begins a new sum.
 
     Guarantee: every sum that leaves has been paid for, with the noise that it gets, and a payment serves one release.
@@ -247,7 +247,7 @@ class Step:
         self._sum, self._sum_bound = _Sum.GROWING, forward.bound
 
     def release(self, noise_multiplier: float) -> None:
-        """Use the payment up: the sum may leave with this noise; without samples that is noise alone, for `next_bound`."""
+        """Use the payment up: the sum may leave, with this noise. Without samples, noise alone is for `next_bound`."""
         if self._paid is None:
             raise PrivateTrainingError(
                 "a sum of clipped gradients is about to leave that no spend of the ledger pays for. Fix: "
