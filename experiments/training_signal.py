@@ -31,7 +31,7 @@ def clipped_sum(run: Run, policy: Sequence[str], turn: int) -> Tensor:
     run.model.train()
     run.model.set_policy(policy)
     run.model.step = FAR + turn
-    with session.rehearsal(noise := run.engine.made.noise_multiplier):
+    with session.rehearsal(noise := run.engine.run.noise_multiplier):
         session.announce(MicroBatch(ids, first=True, last=True))
         run.criterion(run.model(run.split.train_x[ids]), run.split.train_y[ids]).backward()
         return torch.cat([total.flatten() for total in session.take_sums(noise).values() if total is not None])

@@ -64,7 +64,7 @@ def engine_of(
 
 def epoch(engine: dpq.PrivacyEngine, tell: Tell = lambda word: None) -> None:
     """One epoch and the scheduler's step; each thing that is done is told to whoever watches."""
-    made = engine.made
+    made = engine.run
     for x, y in made.loader:
         made.optimizer.zero_grad()
         made.criterion(made.session.model(x), y).backward()

@@ -76,7 +76,7 @@ def test_a_ledger_of_another_run_is_refused(tmp_path: Path, trained: dict[str, A
 
 
 def models_state(engine: dpq.PrivacyEngine) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in engine.made.session.model.state_dict().items()}
+    return {name: value.clone() for name, value in engine.run.session.model.state_dict().items()}
 
 
 def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

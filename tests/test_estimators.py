@@ -246,7 +246,7 @@ def everything(run: Run) -> dict[str, Any]:
     plain["state"] = sorted(tensors)
     plain["groups"] = wrapped.state_dict()["param_groups"]
     plain |= {"step": model.step, "policy": sorted(model.policy), "training": model.training}
-    plain |= {"dropped": session.dropped, "micro": session.micro, "noise": run.engine.made.noise.state_dict()}
+    plain |= {"dropped": session.dropped, "micro": session.micro, "noise": run.engine.run.noise.state_dict()}
     plain |= {"ids": model.sample_ids, "entries": run.engine.ledger.entries, "paid": session.step.paid}
     return {"plain": plain, "tensors": tensors}
 

@@ -56,7 +56,7 @@ def test_a_statement_from_the_file_has_every_caveat_of_the_run(tmp_path: Path) -
 def test_a_caveat_outlives_the_next_make_private() -> None:
     engine = engine_of(poisson_sampling=False)
     epoch(engine)
-    made = engine.made
+    made = engine.run
     engine.make_private(
         module=made.session.model,
         optimizer=made.optimizer,
@@ -186,7 +186,7 @@ def test_a_state_of_another_run_changes_nothing() -> None:
 
 def made_private_again(engine: dpq.PrivacyEngine, lr: float = 0.2) -> None:
     """`make_private` as `engine_of` did it: the noise is at its beginning again."""
-    made = engine.made
+    made = engine.run
     engine.make_private(
         module=made.session.model,
         optimizer=torch.optim.SGD(made.session.model.parameters(), lr=lr, momentum=0.9),
@@ -219,7 +219,7 @@ def test_a_repetition_within_one_engine_is_verified_without_a_file() -> None:
     epoch(engine)
     made_private_again(engine)
     engine.load_state_dict(start)
-    engine.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    engine.run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(PrivateTrainingError, match=r"does not repeat.*replay=False"):
         epoch(engine)
     assert sum(entry.steps for entry in engine.ledger.entries) == 4
@@ -231,7 +231,7 @@ def test_a_step_that_failed_before_its_release_is_repeated_within_one_engine() -
     result = result_of(whole)
     engine = engine_of()
     start, seen = engine.state_dict(), []
-    account = engine.made.optimizer._account
+    account = engine.run.optimizer._account
     note = account.note
 
     def fail(values: list[torch.Tensor]) -> None:

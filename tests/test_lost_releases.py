@@ -33,7 +33,7 @@ def spends(engine: dpq.PrivacyEngine) -> int:
 
 def leaving_out(engine: dpq.PrivacyEngine, left: Iterable[int]) -> None:
     """An epoch in which the logical batches of these numbers, from 1, are read, and no step follows."""
-    made, number = engine.made, 0
+    made, number = engine.run, 0
     for x, y in made.loader:
         number += made.session.micro.first
         if number not in set(left):
@@ -59,7 +59,7 @@ def interrupted(folder: Path, life: Callable[[dpq.PrivacyEngine], Any] = epoch) 
 def resumed(folder: Path, replay: bool = True, lr: float = 0.2) -> dpq.PrivacyEngine:
     engine = engine_of(folder)
     engine.load_checkpoint(path=folder / "c.pt", replay=replay)
-    engine.made.optimizer.original_optimizer.param_groups[0]["lr"] = lr
+    engine.run.optimizer.original_optimizer.param_groups[0]["lr"] = lr
     return engine
 
 
@@ -96,7 +96,7 @@ def test_a_lost_file_is_not_taken_for_a_crash_before_the_first_release(path: Pat
     """One spend on record beyond the checkpoint, whose release was made."""
 
     def one_step(engine: dpq.PrivacyEngine) -> None:
-        made = engine.made
+        made = engine.run
         for x, y in made.loader:
             made.criterion(made.session.model(x), y).backward()
             made.optimizer.step()
@@ -136,7 +136,7 @@ def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: P
         for _ in range(epochs):
             epoch(engine)
         engine.save_checkpoint(path=path.parent / "c.pt")
-        account, seen = engine.made.optimizer._account, []
+        account, seen = engine.run.optimizer._account, []
         note = account.note
 
         def crash(values: Any) -> None:
@@ -230,7 +230,7 @@ def test_noise_that_nothing_pays_for_is_stopped() -> None:
     engine = engine_of()
     epoch(engine)
     with pytest.raises(PrivateTrainingError, match="no spend of the ledger pays for"):
-        engine.release([next(iter(engine.made.session.parameters.values())).detach()])
+        engine.release([next(iter(engine.run.session.parameters.values())).detach()])
 
 
 def test_a_line_that_was_cut_counts_for_nothing(path: Path) -> None:

@@ -107,12 +107,12 @@ def test_a_checkpoint_is_plain_and_brings_everything_back(tmp_path: Path) -> Non
 def test_schedules_of_noise_and_clipping_are_in_it() -> None:
     first = engine_of()
     epoch(first)
-    first.made.optimizer.noise_multiplier, first.made.optimizer.max_grad_norm = 0.7, 0.25
+    first.run.optimizer.noise_multiplier, first.run.optimizer.max_grad_norm = 0.7, 0.25
     state = copy.deepcopy(first.state_dict())
     epoch(first)
     second = engine_of()
     second.load_state_dict(state)
-    assert (second.made.optimizer.noise_multiplier, second.made.optimizer.max_grad_norm) == (0.7, 0.25)
+    assert (second.run.optimizer.noise_multiplier, second.run.optimizer.max_grad_norm) == (0.7, 0.25)
     epoch(second)
     assert same(result_of(second), result_of(first))
 
@@ -139,26 +139,26 @@ def test_a_replay_that_departs_is_stopped_and_goes_on_only_with_new_noise(tmp_pa
     epoch(first)
     first.save_checkpoint(path=tmp_path / "c.pt")
     epoch(first)
-    spent, drawn = first.ledger.entries, first.made.noise.state_dict()
+    spent, drawn = first.ledger.entries, first.run.noise.state_dict()
     first.close()
     second = engine_of(tmp_path, schedule={})
     second.load_checkpoint(path=tmp_path / "c.pt")
-    second.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    second.run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(PrivateTrainingError, match="replay=False"):
         epoch(second)
     assert second.ledger.entries == spent
     second.close()
     third = engine_of(tmp_path, schedule={})
     third.load_checkpoint(path=tmp_path / "c.pt", replay=False)
-    assert third.made.noise.state_dict()["seed"] != drawn["seed"]
-    third.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    assert third.run.noise.state_dict()["seed"] != drawn["seed"]
+    third.run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     epoch(third)
     assert sum(e.steps for e in third.ledger.entries if e.purpose == "training") == 3 * STEPS
 
 
 def batches_of(engine: dpq.PrivacyEngine) -> list[tuple[float, ...]]:
     """The samples of an epoch's batches, by their first features."""
-    return [tuple(x[:, 0].tolist()) for x, _ in engine.made.loader]
+    return [tuple(x[:, 0].tolist()) for x, _ in engine.run.loader]
 
 
 @pytest.mark.parametrize("departs", [False, True], ids=["replay=False", "another sigma"])
@@ -175,13 +175,13 @@ def test_a_run_that_repeats_nothing_draws_other_batches(tmp_path: Path, departs:
     other = engine_of(tmp_path)
     other.load_checkpoint(path=tmp_path / "c.pt", replay=departs)
     if departs:
-        other.made.optimizer.noise_multiplier = 2.0
+        other.run.optimizer.noise_multiplier = 2.0
     assert not set(batches_of(other)) & {batch for batch in drawn if len(batch) > 2}
 
 
 def test_workers_that_drew_ahead_stop_a_run_that_departs(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
-    loader = engine.made.loader
+    loader = engine.run.loader
     loader.num_workers, loader.prefetch_factor = 1, 2
     batches = iter(loader)
     next(batches)
@@ -225,16 +225,16 @@ def test_secure_mode_charges_everything_again(tmp_path: Path, on_disk: bool) -> 
     steps = sum(e.steps for e in second.ledger.entries if e.purpose == "training")
     assert steps == STEPS * (3 if on_disk else 2) and second.get_epsilon(DELTA) >= beyond
     # The randomness is new, so this is another release than the first run's.
-    a, b = (dict(engine.made.session.model.named_parameters()) for engine in weights)
+    a, b = (dict(engine.run.session.model.named_parameters()) for engine in weights)
     assert not any(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_no_checkpoint_while_a_loop_is_under_way(tmp_path: Path) -> None:
     engine = engine_of(max_physical_batch_size=4)
     refused = 0
-    for x, y in engine.made.loader:
-        engine.made.criterion(engine.made.session.model(x), y).backward()
-        engine.made.optimizer.step()
+    for x, y in engine.run.loader:
+        engine.run.criterion(engine.run.session.model(x), y).backward()
+        engine.run.optimizer.step()
         with pytest.raises(CheckpointError, match="between epochs"):
             engine.save_checkpoint(path=tmp_path / "c.pt")
         refused += 1

@@ -43,7 +43,7 @@ def test_analyses_beyond_the_target_are_warned_of_at_the_start() -> None:
     with pytest.warns(UserWarning, match=r"epochs: 4, analyses: 1\).* past the target 8: .*dpq\.plan") as told:
         scheduler = dpq.Scheduler(engine, epochs=4)
     assert told[0].filename == __file__
-    ledger, made = dpq.Ledger("rdp"), engine.made
+    ledger, made = dpq.Ledger("rdp"), engine.run
     ledger.spend("training", q=1 / 8, sigma=made.noise_multiplier, steps=32)
     ledger.spend("analysis", q=scheduler.sample_rate, sigma=2.0)
     planned = re.search(r"ε = ([\d.]+) at δ = 1e-05", str(told[0].message))
@@ -63,7 +63,7 @@ def test_a_run_with_its_analyses_planned_is_not_warned_of() -> None:
         accountant="rdp",
     )
     engine = engine_of(target_epsilon=8, target_delta=DELTA)
-    engine.made.optimizer.noise_multiplier = plan.noise_multiplier
+    engine.run.optimizer.noise_multiplier = plan.noise_multiplier
     run_epochs(dpq.Scheduler(engine, epochs=4), 4)
     assert 7.9 < plan.epsilon <= 8 and engine.get_epsilon(DELTA) == pytest.approx(plan.epsilon)
 

@@ -299,7 +299,7 @@ class Run:
 
     def patchable(self) -> list[dict[str, Any]]:
         """What measuring must leave as it was."""
-        made = self.engine.made
+        made = self.engine.run
         return [dict(vars(owner)) for owner in (made.session, made.optimizer, made.criterion)]
 
 

@@ -101,7 +101,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Opacus sets one when it begins; the ledger has its own."""
 
     @property
-    def made(self) -> Run:
+    def run(self) -> Run:
         """What the last `make_private` has made."""
         if self._run is None:
             raise PrivacySpecError("this engine has no model yet: call make_private first")
@@ -110,7 +110,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     @property
     def session(self) -> Session:
         """The private session of the model."""
-        return self.made.session
+        return self.run.session
 
     def make_private(
         self,
@@ -264,7 +264,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def _join(self) -> None:
         """Begin a run of several processes: the same settings, checked, and model and ledger of rank 0."""
-        world, model = self.made.world, self.made.session.model
+        world, model = self.run.world, self.run.session.model
         if world.size == 1:
             return
         if self._on_disk and world.size != self._world.size:
@@ -281,22 +281,22 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def _share_bits(self) -> None:
         """Let rounding, random operators and probes draw by a key that comes of the noise's; all processes by one."""
-        made = self.made
-        key = made.world.on_first("the key of random bits", lambda: made.noise.derived_key(_BITS))
-        made.session.take_bits(SecretBits(key, made.world.rank))
+        run = self.run
+        key = run.world.on_first("the key of random bits", lambda: run.noise.derived_key(_BITS))
+        run.session.take_bits(SecretBits(key, run.world.rank))
 
     def agree(self, when: str) -> None:
         """Raise `DistributedError` on every process unless all have the same policy, scores, ledger and parameters."""
-        made = self.made
-        if made.world.size == 1:
+        run = self.run
+        if run.world.size == 1:
             return
         facts = {
-            "policy": sorted(made.session.model.policy),
+            "policy": sorted(run.session.model.policy),
             "ledger": [f"{e.steps} {e.purpose} q={e.q!r} sigma={e.sigma!r}" for e in self.ledger.entries],
-            "parameters": fingerprint(list(made.session.model.parameters())),
+            "parameters": fingerprint(list(run.session.model.parameters())),
             "scores": None if self.scheduler is None else self.scheduler.scores,
         }
-        made.world.agree(when, facts)
+        run.world.agree(when, facts)
 
     def get_epsilon(self, delta: float) -> float:
         """ε of all that was spent, training and analyses, at `delta`."""
@@ -304,7 +304,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
         """Record a release that is about to be made, before its data is read."""
-        self._payments.spend(self.made.world, self.renew, purpose, q=q, sigma=sigma)
+        self._payments.spend(self.run.world, self.renew, purpose, q=q, sigma=sigma)
 
     def renew(self) -> None:
         """Take randomness that was never used, for a run that no longer repeats a recorded one; on all processes.
@@ -312,21 +312,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         The same noise on another sum would bare the difference, and batches that came again would not be the
         independent draws that the accountant counts.
         """
-        made = self.made
-        made.loader.check_not_ahead()
-        made.noise.renew()
-        seed = made.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
-        if made.loader.generator is not None:
-            made.loader.generator.manual_seed(seed)
+        run = self.run
+        run.loader.check_not_ahead()
+        run.noise.renew()
+        seed = run.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
+        if run.loader.generator is not None:
+            run.loader.generator.manual_seed(seed)
         self._share_bits()
 
     def release(self, values: Sequence[Tensor]) -> None:
         """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
         self._payments.note(values)
-
-    def note_step(self, values: Sequence[Tensor]) -> None:
-        """`release` of noised sums that all processes have."""
-        self._payments.note_step(self.made.world, values)
 
     @property
     def releases(self) -> Releases:
@@ -426,11 +422,11 @@ class _RunHooks(Hooks):
 
     def note(self, values: Sequence[Tensor]) -> None:
         """Note noised sums that are about to be used."""
-        self._engine.note_step(values)
+        self._engine._payments.note_step(self._engine.run.world, values)
 
     def _newest(self) -> Run:
         """The engine's run, which must be the one that these are the hooks of."""
-        run = self._engine.made
+        run = self._engine.run
         if run.session is not self._session:
             raise PrivateTrainingError(
                 "this loader or optimizer belongs to an earlier make_private, and batches are charged by the sampling "

@@ -423,7 +423,7 @@ def engine() -> Iterator[dpq.PrivacyEngine]:
 
 def test_a_run_is_a_record(engine: dpq.PrivacyEngine) -> None:
     model, optimizer, loader = parts(engine)
-    run = engine.made
+    run = engine.run
     assert isinstance(run, Run) and run.session is engine.session and run.step is run.session.step
     assert (run.session.model, run.optimizer, run.loader) == (model, optimizer, loader)
     assert (run.sample_rate, run.noise_multiplier, run.loss_reduction, run.criterion) == (0.25, 1.0, "sum", None)
@@ -435,7 +435,7 @@ def test_a_run_is_a_record(engine: dpq.PrivacyEngine) -> None:
 
 def test_batches_that_nothing_drew_have_no_rate(engine: dpq.PrivacyEngine) -> None:
     parts(engine, poisson_sampling=False)
-    assert engine.made.sample_rate == 1.0
+    assert engine.run.sample_rate == 1.0
 
 
 def test_a_step_that_is_refused_is_not_charged(engine: dpq.PrivacyEngine) -> None:

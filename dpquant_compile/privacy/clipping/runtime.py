@@ -65,6 +65,9 @@ class Session:
     mean        whether the loss is a mean over the batch, so that gradients come divided by its size
     step        the order of a logical batch, which says what may run and which sums may leave
     constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
+
+    Guarantee: a sum holds each sample's gradient once, clipped as a whole, so that adding or removing a sample moves it
+    by at most `sensitivity`. It has no noise, must stay secret, and leaves by `take_sums` alone, when `step` allows it.
     """
 
     def __init__(
