@@ -471,3 +471,31 @@ def test_a_batch_that_was_not_paid_for_does_not_reach_the_loop(engine: dpq.Priva
     with pytest.raises(PrivateTrainingError, match="a batch was drawn that no spend of the ledger pays for"):
         next(batches)
     assert engine.session.micro is None and sum(entry.steps for entry in engine.ledger.entries) == 1
+
+
+def test_a_release_that_failed_is_paid_for_again(engine: dpq.PrivacyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = parts(engine)
+    model(torch.randn(2, 3)).sum().backward()
+
+    def interrupted(*values: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.noise, "normal_like", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.step()
+    assert [(entry.q, entry.steps) for entry in engine.ledger.entries] == [(1.0, 2)]
+    assert engine.session.step.empty and all(p.summed_grad is None for p in model.parameters())
+
+
+def test_an_analysis_leaves_no_trace_in_the_step(engine: dpq.PrivacyEngine) -> None:
+    model, _, _ = parts(engine, max_physical_batch_size=4)
+    session = engine.session
+    with session.rehearsal(SIGMA):
+        session.announce(MicroBatch(torch.arange(2), first=True, last=True))
+        model(torch.full((2, 3), torch.nan)).sum().backward()
+        assert session.dropped == 2 and any(total is not None for total in session.take_sums(SIGMA).values())
+        with pytest.raises(PrivateTrainingError, match="no spend of the ledger pays for"):
+            session.take_sums(SIGMA)
+    assert state_of(session.step) == IDLE and session.dropped == 0 and not engine.ledger.entries

@@ -153,6 +153,7 @@ class Session:
     def rehearsal(self, noise_multiplier: float) -> Iterator[None]:
         """Between epochs, take batches whose sums stay inside of an analysis, which is paid for; no trace is left."""
         dropped = self.dropped
+        self.announce(None)  # what was given by hand before is no part of it
         self.step.pay(noise_multiplier)
         try:
             yield
