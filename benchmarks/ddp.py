@@ -67,7 +67,7 @@ def work(args: argparse.Namespace) -> dict[str, float]:
         max_physical_batch_size=args.physical,
     )
     done, samples, started = 0, 0, time.perf_counter()
-    traffic = engine.made.world.traffic
+    traffic = engine.run.world.traffic
     before = (traffic.waiting, traffic.moving, traffic.bytes)
     for images, labels in loader:
         micro = engine.session.micro

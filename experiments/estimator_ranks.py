@@ -53,7 +53,7 @@ CONTESTANTS = (
 
 def measured(run: Run, estimator: Any, rate: float, number: int, noisy: bool) -> torch.Tensor:
     """One measurement of every site; `number` makes draw, rounding and noise its own."""
-    made = run.engine.made
+    made = run.engine.run
     assert made.criterion is not None  # tasks have one
     setting = Setting(made.session, made.optimizer, made.criterion, number, rate * made.loader.size)
     generator = torch.Generator().manual_seed(7919 * number + 1)

@@ -31,12 +31,10 @@ def clipped_sum(run: Run, policy: Sequence[str], turn: int) -> Tensor:
     run.model.train()
     run.model.set_policy(policy)
     run.model.step = FAR + turn
-    session.announce(MicroBatch(ids, first=True, last=True))
-    run.criterion(run.model(run.split.train_x[ids]), run.split.train_y[ids]).backward()
-    vector = torch.cat([total.flatten() for total in session.release().values() if total is not None])
-    session.forget()
-    session.announce(None)
-    return vector
+    with session.rehearsal(noise := run.engine.run.noise_multiplier):
+        session.announce(MicroBatch(ids, first=True, last=True))
+        run.criterion(run.model(run.split.train_x[ids]), run.split.train_y[ids]).backward()
+        return torch.cat([total.flatten() for total in session.take_sums(noise).values() if total is not None])
 
 
 def left(run: Run, policy: Sequence[str], base: Tensor, turns: int) -> dict[str, float]:

@@ -126,18 +126,18 @@ def _profiled(step: Callable[[], object], engine: PrivacyEngine) -> tuple[float,
 @contextmanager
 def _parts(engine: PrivacyEngine, around: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
     """Put `around(stage)` around the parts of a step, for as long as this is open."""
-    made = engine.made
+    run = engine.run
     parts: list[tuple[Any, str, str]] = [
-        (made.session, "run", "forward"),
+        (run.session, "run", "forward"),
         (torch.autograd, "backward", "backward"),  # Tensor.backward calls it too
-        (made.optimizer, "add_noise", "noise"),
-        (made.optimizer, "_settle", "other_optimizer"),
-        (made.optimizer, "scale_grad", "scale"),
-        (made.optimizer, "step", "other_optimizer"),
-        (made.optimizer, "zero_grad", "other_optimizer"),
+        (run.optimizer, "add_noise", "noise"),
+        (run.optimizer, "_settle", "other_optimizer"),
+        (run.optimizer, "scale_grad", "scale"),
+        (run.optimizer, "step", "other_optimizer"),
+        (run.optimizer, "zero_grad", "other_optimizer"),
     ]
-    if made.criterion is not None:
-        parts.append((made.criterion, "forward", "forward"))
+    if run.criterion is not None:
+        parts.append((run.criterion, "forward", "forward"))
     with ExitStack() as stack:
         for owner, name, stage in parts:
             # Not only modules have it themselves: a learning rate scheduler puts a wrapper around an optimizer's step.

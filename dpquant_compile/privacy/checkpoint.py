@@ -22,22 +22,22 @@ VERSION = 1
 
 def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
     """What must be the same for a run to go on."""
-    made = engine.made
-    session, spec = made.session, made.session.internals.spec
+    run = engine.run
+    session, spec = run.session, run.session.internals.spec
     scheduler = engine.scheduler
     return {
         "parameters": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in session.parameters.items()],
         "recipe": str(spec.recipe),
         "seed": spec.seed,
-        "clipping": session.clipping.mode,
-        "max_grad_norm": list(session.clipping.bounds),
-        "max_physical_batch_size": session.physical,
-        "sample_rate": made.loader.sample_rate,
-        "dataset size": made.loader.size,
-        "optimizer": type(made.optimizer.original_optimizer).__name__,
-        "noise_multiplier": made.noise_multiplier,
-        "loss_reduction": made.optimizer.loss_reduction,
-        "loader": type(made.loader).__name__,
+        "clipping": run.clipping.mode,
+        "max_grad_norm": list(run.clipping.bounds),
+        "max_physical_batch_size": run.physical,
+        "sample_rate": run.loader.sample_rate,
+        "dataset size": run.loader.size,
+        "optimizer": type(run.optimizer.original_optimizer).__name__,
+        "noise_multiplier": run.noise_multiplier,
+        "loss_reduction": run.loss_reduction,
+        "loader": type(run.loader).__name__,
         "secure_mode": engine.secure_mode,
         "scheduler": None if scheduler is None else scheduler.config(),
     }
@@ -60,9 +60,9 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], within: str =
 
 def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     """The state of model, optimizer, ledger, scheduler, and of every source of randomness."""
-    if not engine.made.world.first:
+    if not engine.run.world.first:
         raise CheckpointError(
-            f"state_dict() on rank {engine.made.world.rank}: noise and ledger are rank 0's. Fix: save_checkpoint() on "
+            f"state_dict() on rank {engine.run.world.rank}: noise and ledger are rank 0's. Fix: save_checkpoint() on "
             "every process, or state_dict() on rank 0"
         )
     return {**_small(engine), **_large(engine)}
@@ -70,35 +70,35 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
 
 def _large(engine: "PrivacyEngine") -> dict[str, Any]:
     """What every process has alike; copies, since training goes on, and a state is of one moment."""
-    made = engine.made
+    run = engine.run
     return {
-        "model": copy.deepcopy(dict(made.session.model.state_dict())),
-        "optimizer": copy.deepcopy(made.optimizer.state_dict()),
+        "model": copy.deepcopy(dict(run.session.model.state_dict())),
+        "optimizer": copy.deepcopy(run.optimizer.state_dict()),
     }
 
 
 def _small(engine: "PrivacyEngine") -> dict[str, Any]:
     """What only rank 0 has right."""
-    made = engine.made
-    if made.session.micro is not None:
+    run = engine.run
+    if run.session.micro is not None:
         raise CheckpointError(
             "the loop over the loader has not ended. A resumed run begins an epoch anew: with other batches, but the "
             "noise of those that were. Fix: make checkpoints between epochs, after the loop"
         )
-    generator = made.loader.generator
+    generator = run.loader.generator
     return {
         "version": VERSION,
         "config": config_of(engine),
-        "world": made.world.size,
+        "world": run.world.size,
         "ledger": engine.ledger.state_dict(),
-        "noise": made.noise.state_dict(),
+        "noise": run.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
         "torch": torch.get_rng_state(),
-        "noise_multiplier": made.optimizer.noise_multiplier,
-        "max_grad_norm": made.optimizer.max_grad_norm,
-        "default_physical": made.default_physical is not None,
-        "step": made.session.model.step,
-        "policy": sorted(made.session.model.policy),
+        "noise_multiplier": run.optimizer.noise_multiplier,
+        "max_grad_norm": run.optimizer.max_grad_norm,
+        "default_physical": run.default_physical is not None,
+        "step": run.session.model.step,
+        "policy": sorted(run.session.model.policy),
         "scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
     }
 
@@ -118,18 +118,18 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     wanted = "config model optimizer ledger noise sampler torch noise_multiplier max_grad_norm step policy scheduler"
     if missing := [key for key in wanted.split() if key not in state]:
         raise CheckpointError(f"this checkpoint is not whole: it has no {', '.join(missing)}")
-    made, world = engine.made, engine.made.world
-    if world.on_first("the place in the noise, at load_checkpoint", lambda: made.noise.position) > 0:
+    run, world = engine.run, engine.run.world
+    if world.on_first("the place in the noise, at load_checkpoint", lambda: run.noise.position) > 0:
         raise CheckpointError(
             "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "
             "checkpoint right after make_private, into a new engine"
         )
     own, saved = config_of(engine), dict(state["config"])
-    if made.default_physical and state.get("default_physical") and state.get("world", 1) != world.size:
-        saved["max_physical_batch_size"] = made.session.physical  # nobody chose it: it goes by the number of processes
+    if run.default_physical and state.get("default_physical") and state.get("world", 1) != world.size:
+        saved["max_physical_batch_size"] = run.physical  # nobody chose it: it goes by the number of processes
     if differing := list(_differences(saved, own)):
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
-    shapes = {name: tuple(value.shape) for name, value in made.session.model.state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in run.session.model.state_dict().items()}
     if shapes != (held := {name: tuple(value.shape) for name, value in state["model"].items()}):
         names = sorted(name for name in {*shapes, *held} if shapes.get(name) != held.get(name))
         raise CheckpointError(f"this checkpoint belongs to another model. Tensors that differ: {', '.join(names)}")
@@ -137,21 +137,21 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     world.agree("at load_checkpoint", {"ledger": own_spends})
     replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
     copy_ledger(world, engine.ledger)
-    made.session.model.load_state_dict(state["model"])
-    made.optimizer.load_state_dict(state["optimizer"])
-    made.noise.load_state_dict(state["noise"])
-    if state["sampler"] is not None and made.loader.generator is not None and not engine.secure_mode:
-        made.loader.generator.set_state(state["sampler"])
+    run.session.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.noise.load_state_dict(state["noise"])
+    if state["sampler"] is not None and run.loader.generator is not None and not engine.secure_mode:
+        run.loader.generator.set_state(state["sampler"])
     if not replay:
         engine.renew()
     states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one by process, where several wrote them
     if world.rank < len(states):
         torch.set_rng_state(states[world.rank].clone())  # it reads from where the storage begins
-    made.optimizer.noise_multiplier = state["noise_multiplier"]
-    made.optimizer.max_grad_norm = state["max_grad_norm"]
-    made.session.forget()
-    made.session.model.set_policy(state["policy"])
-    made.session.model.step = state["step"]
+    run.optimizer.noise_multiplier = state["noise_multiplier"]
+    run.optimizer.max_grad_norm = state["max_grad_norm"]
+    run.session.drop_sums()
+    run.session.model.set_policy(state["policy"])
+    run.session.model.step = state["step"]
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(state["scheduler"])
 
@@ -174,7 +174,7 @@ def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool
     Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
     difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
     """
-    ledger, releases, size = engine.ledger, engine.releases, engine.made.world.size
+    ledger, releases, size = engine.ledger, engine.releases, engine.run.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
     releases.forget()
     run, done = ledger.position
@@ -194,7 +194,7 @@ def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool
 
 def save(engine: "PrivacyEngine", path: str | Path, extra: Mapping[str, Any]) -> None:
     """Write a checkpoint that is there whole, or not at all: a file, or of several processes a folder."""
-    world = engine.made.world
+    world = engine.run.world
     if world.size == 1:
         state = {**extra, "dpquant": state_of(engine)}
         write_whole(Path(path), lambda file: torch.save(state, file))

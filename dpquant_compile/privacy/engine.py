@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,10 +19,8 @@ from dpquant_compile.privacy.accounting.payments import Payments
 from dpquant_compile.privacy.accounting.replay_check import Releases, fingerprint
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.runtime import Session
-from dpquant_compile.privacy.data.criterion import PrivateCriterion
 from dpquant_compile.privacy.data.poisson_loader import (
     Hooks,
-    PoissonLoader,
     PrivateLoader,
     SharedUniform,
     private_loader,
@@ -34,33 +31,11 @@ from dpquant_compile.privacy.hooks import refuse_hooks
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 from dpquant_compile.privacy.mechanism.optimizer import PrivateOptimizer
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
+from dpquant_compile.privacy.run import Run, Step
 
-__all__ = ["Made", "PrivacyEngine"]
+__all__ = ["PrivacyEngine"]
 
 _BITS = b"dpquant bits v1"  # what the key of random bits is derived for
-
-
-@dataclass(frozen=True)
-class Made:
-    """The private objects of one run, and the noise it began with; `criterion` is None if none was given.
-
-    `default_physical` is None if max_physical_batch_size was given; else the default of one process alone: schedulers
-    count in it, since ε must not hang on the number of processes.
-    """
-
-    session: Session
-    optimizer: PrivateOptimizer
-    loader: PrivateLoader
-    noise: GaussianStream
-    criterion: PrivateCriterion | None
-    noise_multiplier: float
-    world: World
-    default_physical: int | None = None
-
-    @property
-    def sample_rate(self) -> float:
-        """The q of a batch of the loader: only a Poisson draw makes a sample's presence a matter of chance."""
-        return self.loader.sample_rate if isinstance(self.loader, PoissonLoader) else 1.0
 
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
@@ -71,6 +46,10 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     `secure_mode=True` draws noise, Poisson samples and the bits of rounding from the operating system's entropy, by
     AES-256. Then a run cannot be repeated, and a resumed one goes on with new randomness.
+
+    Guarantee: nothing that depends on the data leaves a run unless the ledger has a spend for it: `spend` records one
+    before data is read, and `release` refuses values that no spend pays for. Batches must stay secret, and so must sums
+    before noise, the keys of noise and random bits, and losses on training data.
 
     With a `ledger_path` the engine is the one owner of that file until `close()`, garbage collection or the end of the
     process. `with PrivacyEngine(…) as engine:` closes it at the end of the block.
@@ -100,8 +79,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._payments = Payments(self.ledger)
         self.scheduler: Any = None
         self.planned_epochs: int | None = None  # those that the noise was chosen for
-        self._parts: Made | None = None
-        self._bits: SharedUniform | None = None  # the secure randomness of sampling that processes have in common
+        self._run: Run | None = None
 
     def close(self) -> None:
         """Let other engines open the ledger's file. ε and the statement stay readable; nothing more can be spent."""
@@ -123,16 +101,16 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """Opacus sets one when it begins; the ledger has its own."""
 
     @property
-    def made(self) -> "Made":
-        """What `make_private` has made."""
-        if self._parts is None:
+    def run(self) -> Run:
+        """What the last `make_private` has made."""
+        if self._run is None:
             raise PrivacySpecError("this engine has no model yet: call make_private first")
-        return self._parts
+        return self._run
 
     @property
     def session(self) -> Session:
         """The private session of the model."""
-        return self.made.session
+        return self.run.session
 
     def make_private(
         self,
@@ -180,42 +158,37 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         validate.check_world(world, poisson_sampling)
         model = validate.compiled_module(module)
         parameters = validate.trainable(model, optimizer)
-        holder: list[Session] = []
-        reduction, wrapped = validate.reduction_of(criterion, loss_reduction, lambda: holder[0].rows)
         bounds = Clipping.build(clipping, max_grad_norm, list(parameters))
-
+        step = Step(bounds.sensitivity)
+        reduction, wrapped = validate.reduction_of(criterion, loss_reduction, model, step)
+        given = max_physical_batch_size
+        physical = validate.roomy(data_loader, world.size) if given is None else given
+        session = Session(
+            model,
+            parameters,
+            bounds,
+            physical,
+            wrapped.reduction != "sum" if wrapped else reduction == "mean",
+            step=step,
+            constant_inputs=constant_inputs,
+        )
+        hooks = _RunHooks(self, session)
         secure = self.secure_mode and poisson_sampling
-        self._bits = SharedUniform() if secure and world.size > 1 else None
-        chosen = max_physical_batch_size
-        default = validate.roomy(data_loader) if chosen is None else None
-        limit = validate.roomy(data_loader, world.size) if chosen is None else chosen
+        shared = SharedUniform() if secure and world.size > 1 else None
+        # The loader comes before the noise: where both are seeded by torch's generator, it draws first.
         loader = private_loader(
             data_loader,
-            max_physical_batch_size=limit,
+            max_physical_batch_size=physical,
             poisson_sampling=poisson_sampling,
-            listener=lambda micro: holder[0].announce(micro),
-            hooks=Hooks(
-                lambda: self._begin(holder[0]),
-                lambda: self._pay(holder[0]),
-                lambda: self.agree("at the end of an epoch"),
-            ),
-            sampler_bits=(self._bits or secure_uniform) if secure else None,
+            listener=session.announce,
+            hooks=hooks,
+            sampler_bits=(shared or secure_uniform) if secure else None,
             distributed=world.size > 1,
             rand_on_empty=rand_on_empty,
         )
         self._check_dataset(loader)
         noise = GaussianStream.secure() if self.secure_mode else GaussianStream.from_generator(noise_generator)
-        session = Session(
-            model,
-            parameters,
-            bounds,
-            limit,
-            wrapped.reduction != "sum" if wrapped else reduction == "mean",
-            bits=SecretBits(noise.derived_key(_BITS), world.rank),
-            constant_inputs=constant_inputs,
-        )
         refuse_hooks(model)
-        holder.append(session)
         private = PrivateOptimizer(
             optimizer.original_optimizer if isinstance(optimizer, PrivateOptimizer) else optimizer,
             session=session,
@@ -223,14 +196,29 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             noise_multiplier=noise_multiplier,
             expected_batch_size=loader.expected_batch_size,
             loss_reduction=reduction,
-            settle=self._settle,
-            released=lambda values: self._payments.release_of_step(world, values),
+            account=hooks,
             secure_mode=self.secure_mode,
             world=world,
         )
         self.ledger.standing = validate.caveats(self.secure_mode, poisson_sampling)
-        session.begin()
-        self._parts = Made(session, private, loader, noise, wrapped, noise_multiplier, world, default)
+        session.attach(SecretBits(noise.derived_key(_BITS), world.rank))
+        self._run = Run(
+            step=step,
+            session=session,
+            optimizer=private,
+            loader=loader,
+            criterion=wrapped,
+            noise=noise,
+            world=world,
+            shared_uniform=shared,
+            clipping=bounds,
+            loss_reduction=reduction,
+            # Only a Poisson draw makes a sample's presence a matter of chance.
+            sample_rate=loader.sample_rate if poisson_sampling else 1.0,
+            noise_multiplier=noise_multiplier,
+            physical=physical,
+            default_physical=validate.roomy(data_loader) if given is None else None,
+        )
         self.planned_epochs = None
         self._join()
         session.constants.freeze()
@@ -276,7 +264,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def _join(self) -> None:
         """Begin a run of several processes: the same settings, checked, and model and ledger of rank 0."""
-        world, model = self.made.world, self.made.session.model
+        world, model = self.run.world, self.run.session.model
         if world.size == 1:
             return
         if self._on_disk and world.size != self._world.size:
@@ -293,56 +281,30 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def _share_bits(self) -> None:
         """Let rounding, random operators and probes draw by a key that comes of the noise's; all processes by one."""
-        made = self.made
-        key = made.world.on_first("the key of random bits", lambda: made.noise.derived_key(_BITS))
-        made.session.take_bits(SecretBits(key, made.world.rank))
-
-    def _begin(self, session: Session) -> None:
-        """Let all processes draw the same batches in the epoch that begins."""
-        self._check_newest(session)
-        made = self.made
-        if self._bits is not None:
-            self._bits.take_key(made.world.on_first("the batches of an epoch", lambda: os.urandom(32)))
-        elif made.world.size > 1 and made.loader.generator is not None:
-            state = made.world.on_first("the batches of an epoch", made.loader.generator.get_state)
-            made.loader.generator.set_state(state)
+        run = self.run
+        key = run.world.on_first("the key of random bits", lambda: run.noise.derived_key(_BITS))
+        run.session.take_bits(SecretBits(key, run.world.rank))
 
     def agree(self, when: str) -> None:
         """Raise `DistributedError` on every process unless all have the same policy, scores, ledger and parameters."""
-        made = self.made
-        if made.world.size == 1:
+        run = self.run
+        if run.world.size == 1:
             return
         facts = {
-            "policy": sorted(made.session.model.policy),
+            "policy": sorted(run.session.model.policy),
             "ledger": [f"{e.steps} {e.purpose} q={e.q!r} sigma={e.sigma!r}" for e in self.ledger.entries],
-            "parameters": fingerprint(list(made.session.model.parameters())),
+            "parameters": fingerprint(list(run.session.model.parameters())),
             "scores": None if self.scheduler is None else self.scheduler.scores,
         }
-        made.world.agree(when, facts)
+        run.world.agree(when, facts)
 
     def get_epsilon(self, delta: float) -> float:
         """ε of all that was spent, training and analyses, at `delta`."""
         return self.ledger.epsilon(delta)
 
-    def _check_newest(self, session: Session) -> None:
-        """Refuse a loader of an earlier `make_private`: its batches have another sampling rate than is charged."""
-        if session is not self.made.session:
-            raise PrivateTrainingError(
-                "this loader belongs to an earlier make_private, and batches are charged by the sampling rate of the "
-                "last one. Fix: iterate over the loader that the last make_private returned"
-            )
-
-    def _pay(self, session: Session) -> None:
-        """Account for a training step of this session before its data is read."""
-        self._check_newest(session)
-        made = self.made
-        sigma = made.optimizer.noise_multiplier
-        self.spend("training", q=1.0 if made.session.by_hand else made.sample_rate, sigma=sigma)
-        made.session.paid = sigma
-
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
         """Record a release that is about to be made, before its data is read."""
-        self._payments.spend(self.made.world, self.renew, purpose, q=q, sigma=sigma)
+        self._payments.spend(self.run.world, self.renew, purpose, q=q, sigma=sigma)
 
     def renew(self) -> None:
         """Take randomness that was never used, for a run that no longer repeats a recorded one; on all processes.
@@ -350,31 +312,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         The same noise on another sum would bare the difference, and batches that came again would not be the
         independent draws that the accountant counts.
         """
-        made = self.made
-        made.loader.check_not_ahead()
-        made.noise.renew()
-        seed = made.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
-        if made.loader.generator is not None:
-            made.loader.generator.manual_seed(seed)
+        run = self.run
+        run.loader.check_not_ahead()
+        run.noise.renew()
+        seed = run.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
+        if run.loader.generator is not None:
+            run.loader.generator.manual_seed(seed)
         self._share_bits()
-
-    def _settle(self) -> None:
-        """See to it that the step that is about to add noise is accounted for, with that noise."""
-        session, optimizer = self.made.session, self.made.optimizer
-        if session.draws_random:
-            self.ledger.add_caveat(validate.DRAWS_RANDOM)
-        if session.paid is None or session.by_hand:  # batches not of the loader, or a second step for one
-            self._pay(session)
-        elif session.paid != optimizer.noise_multiplier:
-            raise PrivateTrainingError(
-                f"noise_multiplier is {optimizer.noise_multiplier:g} now, but this batch was accounted for with "
-                f"{session.paid:g}. Fix: change it between batches, after optimizer.step()"
-            )
-        session.paid = None
 
     def release(self, values: Sequence[Tensor]) -> None:
         """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
-        self._payments.release(values)
+        self._payments.note(values)
 
     @property
     def releases(self) -> Releases:
@@ -432,3 +380,56 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
                 stacklevel=3,
             )
         self.dataset = loader.dataset
+
+
+class _RunHooks(Hooks):
+    """What the loader and the optimizer of one run call: they pay for its steps, on the ledger of its engine.
+
+    Guarantee: a step is charged with the noise multiplier of now, and with q = 1 where a sum holds samples that nothing
+    drew. Only the newest run of an engine is charged for, since its sampling rate is that of the account.
+    """
+
+    def __init__(self, engine: PrivacyEngine, session: Session) -> None:
+        self._engine = engine
+        self._session = session
+
+    def begin_epoch(self) -> None:
+        """Let all processes draw the same batches."""
+        run = self._newest()
+        if run.shared_uniform is not None:
+            run.shared_uniform.take_key(run.world.on_first("the batches of an epoch", lambda: os.urandom(32)))
+        elif run.world.size > 1 and run.loader.generator is not None:
+            state = run.world.on_first("the batches of an epoch", run.loader.generator.get_state)
+            run.loader.generator.set_state(state)
+
+    def pay(self) -> None:
+        """Account for a training step before its data is read."""
+        run = self._newest()
+        sigma = run.optimizer.noise_multiplier
+        self._engine.spend("training", q=1.0 if run.step.by_hand else run.sample_rate, sigma=sigma)
+        run.step.pay(sigma)
+
+    def end_epoch(self) -> None:
+        """See that all processes are where they should be."""
+        self._engine.agree("at the end of an epoch")
+
+    def settle(self) -> None:
+        """Account for the step that is about to add noise, if its batch was given by hand, or has had a step."""
+        if self._session.draws_random:
+            self._engine.ledger.add_caveat(validate.DRAWS_RANDOM)
+        if self._session.step.paid is None:
+            self.pay()
+
+    def note(self, values: Sequence[Tensor]) -> None:
+        """Note noised sums that are about to be used."""
+        self._engine._payments.note_step(self._engine.run.world, values)
+
+    def _newest(self) -> Run:
+        """The engine's run, which must be the one that these are the hooks of."""
+        run = self._engine.run
+        if run.session is not self._session:
+            raise PrivateTrainingError(
+                "this loader or optimizer belongs to an earlier make_private, and batches are charged by the sampling "
+                "rate of the last one. Fix: use the loader and the optimizer that the last make_private returned"
+            )
+        return run

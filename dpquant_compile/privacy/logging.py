@@ -72,24 +72,24 @@ def progress(engine: PrivacyEngine, *, delta: float, title: str = "epoch", show:
 
     The bar is shown on a terminal only, unless `show` says otherwise. It counts logical batches.
     """
-    made = engine.made
+    run = engine.run
     visible = sys.stderr.isatty() if show is None else show
-    bar = tqdm(total=len(made.loader), desc=title, unit="batch", disable=not visible, leave=False)
+    bar = tqdm(total=len(run.loader), desc=title, unit="batch", disable=not visible, leave=False)
     begun = asked = time.perf_counter()
     samples = 0
     epsilon = engine.get_epsilon(delta) if visible else 0.0
     try:
-        for batch in made.loader:
+        for batch in run.loader:
             yield batch
-            micro = made.session.micro
+            micro = run.session.micro
             if micro is None or not visible:
                 continue
-            samples += made.loader.expected_batch_size * micro.last  # the true size is a fact about the data
+            samples += run.loader.expected_batch_size * micro.last  # the true size is a fact about the data
             now = time.perf_counter()
             if now - asked > _EVERY:
                 asked, epsilon = now, engine.get_epsilon(delta)
             rate = f"{samples / max(now - begun, 1e-9):.0f}/s"
-            bar.set_postfix_str(f"ε {epsilon:.2f}, {made.session.model.policy}, {rate}", refresh=False)
+            bar.set_postfix_str(f"ε {epsilon:.2f}, {run.session.model.policy}, {rate}", refresh=False)
             bar.update(int(micro.last))
     finally:
         bar.close()

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dpquant_compile.errors import IsolationError, PrivacySpecError
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.privacy.data.criterion import PrivateCriterion
 from dpquant_compile.privacy.distributed.world import World
+from dpquant_compile.privacy.run import Step
 from dpquant_compile.spec import CompileSpec
 
 __all__ = [
@@ -109,20 +111,26 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
 
 
 def reduction_of(
-    criterion: Any, asked: str | None, samples: Callable[[], int | None]
+    criterion: Any, asked: str | None, model: nn.Module, step: Step
 ) -> tuple[str, PrivateCriterion | None]:
-    """The reduction, "mean" or "sum", and the criterion made private."""
+    """The reduction, "mean" or "sum", and the criterion made private, which knows the rows of `model`'s outputs."""
     if asked not in (None, "mean", "sum"):
         raise PrivacySpecError(f"loss_reduction={asked!r}: choose 'mean' or 'sum'")
     if criterion is None:
         return asked or "mean", None
-    wrapped = criterion if isinstance(criterion, PrivateCriterion) else PrivateCriterion(criterion, samples=samples)
+    rows = partial(_rows, model, step)
+    wrapped = criterion if isinstance(criterion, PrivateCriterion) else PrivateCriterion(criterion, samples=rows)
     own = {"sum": "sum", "none": asked or "mean"}.get(wrapped.reduction, "mean")
     if asked is not None and asked != own:
         raise PrivacySpecError(
             f"loss_reduction={asked!r}, but the criterion has reduction={wrapped.reduction!r}: leave loss_reduction out"
         )
     return own, wrapped
+
+
+def _rows(model: nn.Module, step: Step) -> int | None:
+    """How many samples the last training forward had; None where there is no telling, as in evaluation."""
+    return step.rows if model.training and torch.is_grad_enabled() else None
 
 
 def least_noise(target: tuple[float, float], q: float, steps: int, accountant: str) -> float:

@@ -21,7 +21,7 @@ def share_operands(gm: fx.GraphModule) -> PassResult:
     known: dict[Any, fx.Node] = {}
     modified = False
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.dpquant.round_operand.default):
-        first = known.setdefault(str(node.args), node)
+        first = known.setdefault(str((node.args, node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)

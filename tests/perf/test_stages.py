@@ -64,7 +64,7 @@ class Run:
 
     def patchable(self) -> list[dict[str, Any]]:
         """What measuring must leave as it was."""
-        made = self.engine.made
+        made = self.engine.run
         return [dict(vars(owner)) for owner in (made.session, made.optimizer, made.criterion)]
 
 
@@ -109,7 +109,7 @@ def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
         ("scale", lambda run: (torch, "_foreach_div_")),
         ("other_optimizer", lambda run: (run.optimizer, "_settle")),
         ("other_optimizer", lambda run: (run.optimizer.original_optimizer, "step")),
-        ("other", lambda run: (run.engine.session, "announce")),
+        ("other", lambda run: (run.engine.run.loader, "_listener")),
     ],
 )
 def test_delay_shows_in_its_stage(run, monkeypatch, stage, find):

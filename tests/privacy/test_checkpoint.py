@@ -83,7 +83,7 @@ def test_a_ledger_of_another_run_is_refused(tmp_path: Path, trained: dict[str, A
 
 
 def models_state(engine: dpq.PrivacyEngine) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in engine.made.session.model.state_dict().items()}
+    return {name: value.clone() for name, value in engine.run.session.model.state_dict().items()}
 
 
 def test_a_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_repetition_within_one_engine_is_verified_without_a_file() -> None:
     epoch(engine)
     made_private_again(engine)
     engine.load_state_dict(start)
-    engine.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    engine.run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(PrivateTrainingError, match=r"does not repeat.*replay=False"):
         epoch(engine)
     assert sum(entry.steps for entry in engine.ledger.entries) == 4
@@ -145,7 +145,8 @@ def test_a_step_that_failed_before_its_release_is_repeated_within_one_engine() -
     result = result_of(whole)
     engine = engine_of()
     start, seen = engine.state_dict(), []
-    note = engine.made.optimizer._tell_released
+    account = engine.run.optimizer._account
+    note = account.note
 
     def fail(values: list[torch.Tensor]) -> None:
         seen.append(1)
@@ -153,7 +154,7 @@ def test_a_step_that_failed_before_its_release_is_repeated_within_one_engine() -
             raise KeyboardInterrupt
         note(values)
 
-    engine.made.optimizer._tell_released = fail
+    account.note = fail
     with pytest.raises(KeyboardInterrupt):
         epoch(engine)
     made_private_again(engine)
@@ -260,12 +261,12 @@ def test_a_checkpoint_is_plain_and_brings_everything_back(tmp_path: Path) -> Non
 def test_schedules_of_noise_and_clipping_are_in_it() -> None:
     first = engine_of()
     epoch(first)
-    first.made.optimizer.noise_multiplier, first.made.optimizer.max_grad_norm = 0.7, 0.25
+    first.run.optimizer.noise_multiplier, first.run.optimizer.max_grad_norm = 0.7, 0.25
     state = copy.deepcopy(first.state_dict())
     epoch(first)
     second = engine_of()
     second.load_state_dict(state)
-    assert (second.made.optimizer.noise_multiplier, second.made.optimizer.max_grad_norm) == (0.7, 0.25)
+    assert (second.run.optimizer.noise_multiplier, second.run.optimizer.max_grad_norm) == (0.7, 0.25)
     epoch(second)
     assert same(result_of(second), result_of(first))
 
@@ -292,26 +293,26 @@ def test_a_replay_that_departs_is_stopped_and_goes_on_only_with_new_noise(tmp_pa
     epoch(first)
     first.save_checkpoint(path=tmp_path / "c.pt")
     epoch(first)
-    spent, drawn = first.ledger.entries, first.made.noise.state_dict()
+    spent, drawn = first.ledger.entries, first.run.noise.state_dict()
     first.close()
     second = engine_of(tmp_path, schedule={})
     second.load_checkpoint(path=tmp_path / "c.pt")
-    second.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    second.run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     with pytest.raises(PrivateTrainingError, match="replay=False"):
         epoch(second)
     assert second.ledger.entries == spent
     second.close()
     third = engine_of(tmp_path, schedule={})
     third.load_checkpoint(path=tmp_path / "c.pt", replay=False)
-    assert third.made.noise.state_dict()["seed"] != drawn["seed"]
-    third.made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
+    assert third.run.noise.state_dict()["seed"] != drawn["seed"]
+    third.run.optimizer.original_optimizer.param_groups[0]["lr"] = 0.3
     epoch(third)
     assert sum(e.steps for e in third.ledger.entries if e.purpose == "training") == 3 * STEPS
 
 
 def batches_of(engine: dpq.PrivacyEngine) -> list[tuple[float, ...]]:
     """The samples of an epoch's batches, by their first features."""
-    return [tuple(x[:, 0].tolist()) for x, _ in engine.made.loader]
+    return [tuple(x[:, 0].tolist()) for x, _ in engine.run.loader]
 
 
 @pytest.mark.parametrize("departs", [False, True], ids=["replay=False", "another sigma"])
@@ -328,13 +329,13 @@ def test_a_run_that_repeats_nothing_draws_other_batches(tmp_path: Path, departs:
     other = engine_of(tmp_path)
     other.load_checkpoint(path=tmp_path / "c.pt", replay=departs)
     if departs:
-        other.made.optimizer.noise_multiplier = 2.0
+        other.run.optimizer.noise_multiplier = 2.0
     assert not set(batches_of(other)) & {batch for batch in drawn if len(batch) > 2}
 
 
 def test_workers_that_drew_ahead_stop_a_run_that_departs(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
-    loader = engine.made.loader
+    loader = engine.run.loader
     loader.num_workers, loader.prefetch_factor = 1, 2
     batches = iter(loader)
     next(batches)
@@ -378,16 +379,16 @@ def test_secure_mode_charges_everything_again(tmp_path: Path, on_disk: bool) -> 
     steps = sum(e.steps for e in second.ledger.entries if e.purpose == "training")
     assert steps == STEPS * (3 if on_disk else 2) and second.get_epsilon(DELTA) >= beyond
     # The randomness is new, so this is another release than the first run's.
-    a, b = (dict(engine.made.session.model.named_parameters()) for engine in weights)
+    a, b = (dict(engine.run.session.model.named_parameters()) for engine in weights)
     assert not any(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_no_checkpoint_while_a_loop_is_under_way(tmp_path: Path) -> None:
     engine = engine_of(max_physical_batch_size=4)
     refused = 0
-    for x, y in engine.made.loader:
-        engine.made.criterion(engine.made.session.model(x), y).backward()
-        engine.made.optimizer.step()
+    for x, y in engine.run.loader:
+        engine.run.criterion(engine.run.session.model(x), y).backward()
+        engine.run.optimizer.step()
         with pytest.raises(CheckpointError, match="between epochs"):
             engine.save_checkpoint(path=tmp_path / "c.pt")
         refused += 1

@@ -60,7 +60,7 @@ def test_history_is_drawn_and_kept(tmp_path: Path) -> None:
     engine = engine_of()
     scheduler = dpq.Scheduler(engine, epochs=4, estimator=Constant([0.1 * i for i in range(6)], 1.0), n_interval=1)
     for _ in range(4):
-        for _ in engine.made.loader:
+        for _ in engine.run.loader:
             pass
         scheduler.step()
     history = scheduler.history
@@ -137,7 +137,7 @@ def test_tensorboard_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytes
 
 def test_progress_gives_all_batches_and_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     plain, watched = engine_of(), engine_of()
-    expected = [(len(x), plain.session.micro.ids.tolist()) for x, _ in plain.made.loader]
+    expected = [(len(x), plain.session.micro.ids.tolist()) for x, _ in plain.run.loader]
     got = [(len(x), watched.session.micro.ids.tolist()) for x, _ in progress(watched, delta=1e-5)]
     assert got == expected and len(got) >= 8
     assert capsys.readouterr() == ("", "")
@@ -149,13 +149,13 @@ def test_progress_shows_epsilon_and_policy_and_no_loss(
 ) -> None:
     monkeypatch.setattr("dpquant_compile.privacy.logging._EVERY", 0.0)
     engine = engine_of()
-    engine.made.session.model.set_policy(["1", "4"])
+    engine.run.session.model.set_policy(["1", "4"])
     for _ in progress(engine, delta=1e-5, title="epoch 7", show=True):
         time.sleep(0.12)  # tqdm draws at most ten times a second
     out, shown = capsys.readouterr()
     epsilons = re.findall(r"ε (\d+\.\d\d)", shown)
     assert out == "" and "epoch 7" in shown and epsilons[-1] == f"{engine.get_epsilon(1e-5):.2f}" != epsilons[0]
-    assert str(engine.made.session.model.policy) in shown and "/s" in shown
+    assert str(engine.run.session.model.policy) in shown and "/s" in shown
     assert not any(word in shown.lower() for word in ("loss", "accura", "norm", "grad"))
 
 

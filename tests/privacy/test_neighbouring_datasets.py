@@ -110,7 +110,7 @@ def run_of(
 
 def step(engine: dpq.PrivacyEngine) -> Tensor:
     """The noised sum of one step, as one vector."""
-    made = engine.made
+    made = engine.run
     for x, y in made.loader:
         made.optimizer.zero_grad()
         made.criterion(made.session.model(x), y).backward()

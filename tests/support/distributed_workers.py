@@ -93,7 +93,7 @@ def engine_of(
 
 def epoch(engine: dpq.PrivacyEngine, each: Callable[[], object] = lambda: None) -> list[list[int]]:
     """One epoch and the scheduler's step: the samples of each step on this process. `each` is called after steps."""
-    made, drawn = engine.made, []
+    made, drawn = engine.run, []
     for x, y in made.loader:
         micro = made.session.micro
         drawn += [[]] if micro.first else []
@@ -117,7 +117,7 @@ def outcome(engine: dpq.PrivacyEngine) -> dict[str, Any]:
         "scores": None if scheduler is None else scheduler.scores,
         "epsilon": engine.get_epsilon(DELTA),
         "entries": [repr(entry) for entry in engine.ledger.entries],
-        "sampler": hashlib.sha256(engine.made.loader.generator.get_state().numpy().tobytes()).hexdigest(),
+        "sampler": hashlib.sha256(engine.run.loader.generator.get_state().numpy().tobytes()).hexdigest(),
     }
 
 
@@ -129,7 +129,7 @@ def gradients(options: dict[str, Any]) -> dict[str, Any]:
     engine, seen = engine_of(**{"lr": 0.0, **options}), []
     parameters = engine.session.parameters
     drawn = epoch(engine, lambda: seen.append({n: p.grad.clone() for n, p in parameters.items()}))
-    return {"gradients": seen, "drawn": drawn, "expected": engine.made.loader.expected_batch_size}
+    return {"gradients": seen, "drawn": drawn, "expected": engine.run.loader.expected_batch_size}
 
 
 def whole_run(options: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def whole_run(options: dict[str, Any]) -> dict[str, Any]:
 def with_a_twist(options: dict[str, Any], twist: str) -> dict[str, Any]:
     """Two epochs, in the first of which something happens on rank 1 that should not."""
     engine, first = engine_of(**options), rank() == 0
-    model, made = engine.session.model, engine.made
+    model, made = engine.session.model, engine.run
 
     def each() -> None:
         if first:
@@ -168,7 +168,7 @@ def with_a_twist(options: dict[str, Any], twist: str) -> dict[str, Any]:
 
 def by_hand() -> None:
     """A step on a batch that on rank 1 did not come from the loader."""
-    made = engine_of().made
+    made = engine_of().run
     for x, y in made.loader:
         if rank() == 1:
             made.session.announce(None)

@@ -74,7 +74,7 @@ def weights_like(outputs: Sequence[Tensor], seed: int = 5) -> list[Tensor]:
 
 def clipped_sums(model: dpq.CompiledModule, inputs: Sequence[Tensor], seed: int = 5) -> dict[str, Tensor]:
     """One private backward of Σ weights · outputs, and what it left in the parameters."""
-    model.__dict__["_private"].forget()  # what an earlier call has left: no step has used it
+    model.__dict__["_private"].drop_sums()  # what an earlier call has left: no step has used it
     outputs = leaves(model(*inputs))
     torch.autograd.backward(outputs, weights_like(outputs, seed))
     return {

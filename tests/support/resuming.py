@@ -64,7 +64,7 @@ def engine_of(
 
 def epoch(engine: dpq.PrivacyEngine, tell: Tell = lambda word: None) -> None:
     """One epoch and the scheduler's step; each thing that is done is told to whoever watches."""
-    made = engine.made
+    made = engine.run
     for x, y in made.loader:
         made.optimizer.zero_grad()
         made.criterion(made.session.model(x), y).backward()
@@ -95,7 +95,7 @@ def same(a: Any, b: Any) -> bool:
 
 def made_private_again(engine: dpq.PrivacyEngine, lr: float = 0.2) -> None:
     """`make_private` as `engine_of` did it: the noise is at its beginning again."""
-    made = engine.made
+    made = engine.run
     engine.make_private(
         module=made.session.model,
         optimizer=torch.optim.SGD(made.session.model.parameters(), lr=lr, momentum=0.9),

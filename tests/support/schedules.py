@@ -84,6 +84,6 @@ class Constant:
 
 def run_epochs(scheduler: dpq.Scheduler, epochs: int) -> None:
     for _ in range(epochs):
-        for _ in scheduler.made.loader:
+        for _ in scheduler.run.loader:
             pass
         scheduler.step()

@@ -37,7 +37,7 @@ class Payments:
             renew()
             ledger.depart(world.on_first("the name of a run", lambda: uuid.uuid4().hex))
         if world.first and not ledger.repeating:
-            releases.begin(*ledger.position)
+            releases.note_begun(*ledger.position)
         self._repeating = ledger.repeating
         run, done = ledger.position
         try:
@@ -48,14 +48,14 @@ class Payments:
                 releases.forget()
             raise
 
-    def release(self, values: Sequence[Tensor]) -> None:
+    def note(self, values: Sequence[Tensor]) -> None:
         """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
         self._ledger.check_open()
-        self.releases.release(values)
+        self.releases.note(values)
 
-    def release_of_step(self, world: World, values: Sequence[Tensor]) -> None:
-        """`release` of values that all processes have: rank 0 stops all of them where a repetition differs."""
+    def note_step(self, world: World, values: Sequence[Tensor]) -> None:
+        """`note` of values that all processes have: rank 0 stops all of them where a repetition differs."""
         if self._repeating:
-            world.on_first("the check of a repeated step", lambda: self.release(values))
+            world.on_first("the check of a repeated step", lambda: self.note(values))
         elif world.first:
-            self.release(values)
+            self.note(values)

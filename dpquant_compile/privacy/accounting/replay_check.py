@@ -63,7 +63,7 @@ class Releases:
       world <n>      from here on n processes went on with a run that another number of them had begun
     A line that a crash cut short counts for nothing: that release never got past it.
 
-    For each spend the order is `settle`, `begin`, `pay` with the spend itself, and then `release`, or none.
+    For each spend the order is `settle`, `note_begun`, `pay` with the spend itself, and then `note`, or none.
 
     Guarantee: noise that may have been used is not used for another sum. While a resumed run repeats recorded spends,
     what becomes of each must be what became of it before. What became of it is unknown only for the last spend on
@@ -96,21 +96,21 @@ class Releases:
 
     def go_on(self, run: str, number: int, size: int) -> None:
         """Note that this number of processes goes on with a run that another had begun."""
-        self._note(run, number, f"world {size}")
+        self._write(run, number, f"world {size}")
 
-    def begin(self, run: str, number: int) -> None:
+    def note_begun(self, run: str, number: int) -> None:
         """Note that all releases after the run's spend `number` will be here.
 
         Requires: the ledger has no spend of the run after that number, so nothing can have been released.
         """
         if self._last.get(run, -1) < number:
-            self._note(run, number, "begun")
+            self._write(run, number, "begun")
 
     def pay(self, run: str, number: int, recorded: int) -> None:
         """Expect the release of a spend. A number up to `recorded` repeats a spend that was on record."""
         self._due = _Payment(run, number, recorded)
 
-    def release(self, values: Sequence[Tensor]) -> None:
+    def note(self, values: Sequence[Tensor]) -> None:
         """Note the release that is due, or raise if it differs from what was made before, or may have been made."""
         if self._due is None:
             raise PrivateTrainingError(
@@ -120,7 +120,7 @@ class Releases:
         self._become(self._due, fingerprint(values))
 
     def settle(self) -> None:
-        """Note that the spend before was left without a release, if it was; or raise, as `release` does."""
+        """Note that the spend before was left without a release, if it was; or raise, as `note` does."""
         if self._due is not None:
             self._become(self._due, _DROPPED)
 
@@ -138,12 +138,12 @@ class Releases:
                 raise PrivateTrainingError(self._lost(due))
             if self.path is not None and value != _DROPPED and value in self._known.values():
                 raise PrivateTrainingError(_SAME_NOISE)
-            self._note(due.run, due.number, value)
+            self._write(due.run, due.number, value)
         elif known != value:
             raise PrivateTrainingError(_differs(due.number, known, value))
         self._due = None
 
-    def _note(self, run: str, number: int, value: str) -> None:
+    def _write(self, run: str, number: int, value: str) -> None:
         if self.path is not None:
             text, self._cut = f"{' cut' + chr(10) if self._cut else ''}{run} {number} {value}\n", True
             _append(self.path, text)  # which may fail half-way

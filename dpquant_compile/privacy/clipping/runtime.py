@@ -6,8 +6,8 @@ gradient reaches one around the clipping. The sums have no noise yet: they are n
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from dpquant_compile.privacy.constants import Constants
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 from dpquant_compile.privacy.hooks import refuse_hooks
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
+from dpquant_compile.privacy.run import Forward, Pinned, Step
 from dpquant_compile.programs import Program
 from dpquant_compile.sites import BatchAxis
 
@@ -61,8 +62,11 @@ class Session:
     parameters  the trainable parameters that the optimizer holds, by name, in its order
     physical    the one batch size of the compiled programs; smaller micro-batches are padded to it
     mean        whether the loss is a mean over the batch, so that gradients come divided by its size
-    bits        the secret that random bits are drawn from
+    step        the order of a logical batch, which says what may run and which sums may leave
     constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
+
+    Guarantee: a sum holds each sample's gradient once, clipped as a whole, so that adding or removing a sample moves it
+    by at most `sensitivity`. It has no noise, must stay secret, and leaves by `take_sums` alone, when `step` allows it.
     """
 
     def __init__(
@@ -73,38 +77,38 @@ class Session:
         physical: int,
         mean: bool,
         *,
-        bits: SecretBits,
+        step: Step,
         constant_inputs: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
-        self.bits = bits
+        self.bits: SecretBits  # from `attach`, without which nothing runs
+        self.step = step
         self.internals: Internals = model.internals()
         self.constants = Constants(self.internals.original, constant_inputs or {})
         self.parameters = dict(parameters)
         self.clipping = clipping
         self.physical = physical
         self.mean = mean
-        self.micro: MicroBatch | None = None
         self.dropped = 0
-        self.paid: float | None = None  # the noise multiplier that was accounted for before this logical batch was read
-        self.wanted = clipping.sensitivity  # what a schedule has last set max_grad_norm to
-        self._scale = 1.0  # of the clipping bounds, for as long as a sum is under way
         self._used: set[str] = set()
-        self._rows: int | None = None
         self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
         self._forwards = (0, 0)  # (step, forwards of that step so far)
-        self._pinned: Hashable = None  # what all micro-batches of a logical batch must have in common
         self._sums: dict[str, Tensor] = {}
-        self.by_hand = False  # whether samples are in the sums that the loader did not draw
         self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
-        self._open: _Call | None = None  # the last forward, until its backward
-        self._spent = False  # whether this micro-batch has had its backward
-        self._released = True  # whether the sums that lie in the parameters have been used by a step
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def begin(self) -> None:
-        """Take over the model's training forwards."""
+    def attach(self, bits: SecretBits) -> None:
+        """Take over the model's training forwards; `bits` is the secret that random bits are drawn from."""
+        self.bits = bits
         self.model.attach(self)
+
+    def check_attached(self) -> None:
+        """Refuse to go on once another session has taken the model's training forwards over."""
+        if not self.model.is_run_by(self):
+            raise PrivateTrainingError(
+                "this optimizer belongs to an earlier make_private: the model has been made private anew since, with a "
+                "clipping bound and an account of its own. Fix: use the optimizer that the last make_private returned"
+            )
 
     def take_bits(self, bits: SecretBits) -> None:
         """Go on with other random bits, when the noise gets another key: a checkpoint is loaded, a replay is left."""
@@ -128,51 +132,68 @@ class Session:
         """Take parameters for used that another process of this run has used."""
         self._used.update(names)
 
-    # The loop around it
+    # The sums of a logical batch
+
+    @property
+    def micro(self) -> MicroBatch | None:
+        """The micro-batch that the loop works on."""
+        return self.step.micro
 
     def announce(self, micro: MicroBatch | None) -> None:
         """What the loader is about to hand out; None at the end of an iteration."""
-        self.micro, self._open, self._spent = micro, None, False
         if micro is None:
-            self.paid = None  # for a batch that was not used; what comes by hand is another
-        if micro is None or micro.first:
-            self.forget()
+            self.step.end()
+        else:
+            self.step.hand_out(micro)
+        if self.step.empty:
+            self._clear()
 
-    def forget(self) -> None:
-        """Drop sums that no step has used: a sample must not be in two steps' sums by way of a batch that was left."""
+    @contextmanager
+    def rehearsal(self, noise_multiplier: float) -> Iterator[None]:
+        """Between epochs, take batches whose sums stay inside of an analysis, which is paid for; no trace is left."""
+        dropped = self.dropped
+        self.announce(None)  # what was given by hand before is no part of it
+        self.step.pay(noise_multiplier)
+        try:
+            yield
+        finally:
+            self.announce(None)
+            self.dropped = dropped
+
+    def take_sums(self, noise_multiplier: float) -> dict[str, Tensor | None]:
+        """The sums for a step to use, with this noise; None for parameters that had no gradient.
+
+        Guarantee: sums leave here alone, and only those that `Step.release` lets go. They have no noise yet, and
+        sensitivity `self.sensitivity`.
+        """
+        self.check_attached()
+        self.step.release(noise_multiplier)
+        return {name: None if self.step.empty else self._sums.get(name) for name in self.parameters}
+
+    def drop_sums(self) -> None:
+        """Drop sums that were used, or that no step will use: a sample must not be in the sums of two steps."""
+        self.step.drop()
+        self._clear()
+
+    def _clear(self) -> None:
         self._sums.clear()
-        self.by_hand = False
         for parameter in self.parameters.values():
             parameter.summed_grad = None  # type: ignore[attr-defined]
-        self._released = True
-
-    def release(self) -> dict[str, Tensor | None]:
-        """The sums for a step to use, once; None for parameters that had no gradient."""
-        if not self.model.is_run_by(self):
-            raise PrivateTrainingError(
-                "this optimizer belongs to an earlier make_private: the model has been made private anew since, with a "
-                "clipping bound and an account of its own. Fix: use the optimizer that the last make_private returned"
-            )
-        if not self._sums:  # a step without a batch: noise alone, for the bound of now
-            self._scale = self.wanted / self.clipping.sensitivity
-        self._released, self._open = True, None
-        return {name: self._sums.get(name) for name in self.parameters}
 
     @property
-    def rows(self) -> int | None:
-        """How many samples the last training forward had; None where there is no telling, as in evaluation."""
-        return self._rows if self.model.training and torch.is_grad_enabled() else None
+    def sensitivity(self) -> float:
+        """The most that one sample has added to the sums that lie in the parameters now."""
+        return self.clipping.sensitivity * self._scale(self.step.sum_bound)
+
+    def _scale(self, bound: float) -> float:
+        """What the clipping bounds are multiplied by, for one sample to add at most `bound`."""
+        return bound / self.clipping.sensitivity
 
     def ways(self) -> tuple[tuple[str, str, str], ...]:
         """How the per-sample gradients of each parameter are taken, by the programs made so far."""
         rows = {row[0]: row for _, private in self._programs.values() for row in private.ways}
         unused = (name for name in self.parameters if self._programs and name not in rows)
         return (*rows.values(), *((name, "", "not used: no gradient, no noise") for name in unused))
-
-    @property
-    def sensitivity(self) -> float:
-        """The most that one sample has added to the sums that lie in the parameters now."""
-        return self.clipping.sensitivity * self._scale
 
     # One micro-batch
 
@@ -182,58 +203,33 @@ class Session:
         args, kwargs = self.internals.programs.normalise(args, kwargs)
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
-        self._open = None
-        scale = self.wanted / self.clipping.sensitivity if self._released else self._scale
-        self._check_pinned()
+        setting = self.internals.programs.setting()
+        forward = self.step.forward(Pinned(self.model.step, self.model.policy, setting), size)
         if size == 0:
             args, kwargs = tree_map(self._blank, (args, kwargs))
         program = self._program(args, kwargs, size)
         given = bind_inputs(program.base, args, kwargs)
         self.constants.check_call(program.base, given, args, kwargs, "training")
         table = self.internals.begin(self.physical, self._ids(size), self.bits)
-        inputs = self._inputs(program, given, size, table, scale)
+        inputs = self._inputs(program, given, size, table, self._scale(forward.bound))
         private = self._private(program, inputs, (args, kwargs))
         self.constants.check_read(program.base, private.spec.attributes, self.parameters)
-        call = _Call(self, private, size, scale)
+        call = _Call(self, private, size, forward)
         apply: Any = _Run.apply
         with self._random_operators(private, table.keys.device):
             flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
-        self._open, self._rows = call, size
         return _unpadded(program.base, private, flat, size)
 
     def finish(self, call: "_Call", sums: Sequence[Tensor], dropped: Tensor) -> None:
         """Add what one backward has made to the sums."""
         self.dropped += int(dropped)
-        self._open, self._spent = None, True
-        if self._released:
-            self.forget()
-            self._released, self._scale = False, call.scale
-        self.by_hand |= self.micro is None
+        if not self.step.growing:
+            self._clear()
+        self.step.backward(call.forward)
         for name, total in zip(call.program.spec.order, sums, strict=True):
             # Kept here, since another session may write to the same parameters; shown there, as Opacus does.
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total.as_subclass(UnnoisedSum)
             self.parameters[name].summed_grad = self._sums[name]  # type: ignore[attr-defined]
-
-    def check(self, call: "_Call") -> None:
-        """Refuse a backward that would let a sample count twice, or is changed by a hook."""
-        refuse_hooks(self.model)
-        if call is not self._open:
-            raise PrivateTrainingError(
-                "this backward goes through a forward that is not the model's last one, or that has had its backward. "
-                "Each sample's gradient is clipped as a whole, so a micro-batch has one forward and one backward. Fix: "
-                "one call of the model per batch from the loader; run others, for metrics, under torch.no_grad()"
-            )
-        if self._spent and self.micro is not None:
-            raise PrivateTrainingError(
-                "a second backward for one micro-batch of the loader: its samples would count twice. Fix: one forward "
-                "and one backward for each batch that the loader yields"
-            )
-        if self.micro is None and self._sums and not self._released:
-            raise PrivateTrainingError(
-                "a second backward before optimizer.step(), on batches that did not come from the loader: a sample "
-                "that is in both counts twice, and is paid for once. Fix: one backward for each step; the loader that "
-                "make_private returned cuts large batches to max_physical_batch_size by itself"
-            )
 
     def _check_call(self, size: int, args: Any, kwargs: Any) -> None:
         if size > self.physical:
@@ -245,24 +241,6 @@ class Session:
             raise PrivateTrainingError(
                 "an input of the model requires a gradient. A private program gives none to its inputs: detach it, or "
                 "put what made it into the model"
-            )
-
-    def _check_pinned(self) -> None:
-        """Refuse a micro-batch that other weights, policy or modes are used for than for those that are in the sums.
-
-        Where a batch is cut depends on who is in it: a record more would move others to another side of the change.
-        """
-        now = (self.model.step, self.model.policy, self.internals.programs.setting())
-        if self._released:
-            self._pinned = now
-        elif now != self._pinned:
-            names = ("parameters, or model.step,", "the policy", "train() or requires_grad")
-            held: Any = self._pinned
-            what = next(name for name, a, b in zip(names, held, now, strict=True) if a != b)
-            raise PrivateTrainingError(
-                f"{what} changed between two micro-batches of one logical batch. Which samples are in which of them "
-                "depends on the others, so the change would carry from sample to sample. Fix: make it after the "
-                "optimizer's step at the end of the logical batch, or between epochs"
             )
 
     def _random_operators(self, private: PrivateProgram, device: torch.device) -> AbstractContextManager[None]:
@@ -361,8 +339,8 @@ class Session:
 class _Call:
     """One forward, until its backward."""
 
-    def __init__(self, session: Session, program: PrivateProgram, size: int, scale: float) -> None:
-        self.session, self.program, self.size, self.scale = session, program, size, scale
+    def __init__(self, session: Session, program: PrivateProgram, size: int, forward: Forward) -> None:
+        self.session, self.program, self.size, self.forward = session, program, size, forward
         self.saved: list[Any] | None = None
         self.versions = self._versions()
 
@@ -371,7 +349,8 @@ class _Call:
 
     def backward(self, grads: Sequence[Tensor]) -> None:
         session = self.session
-        session.check(self)
+        refuse_hooks(session.model)
+        session.step.check_backward(self.forward)
         if self.versions != self._versions():
             raise PrivateTrainingError(
                 "parameters were changed between the forward and its backward: the gradient would belong to neither. "

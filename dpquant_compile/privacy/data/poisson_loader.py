@@ -48,18 +48,17 @@ class MicroBatch:
 Listener = Callable[[MicroBatch | None], None]
 
 
-@dataclass(frozen=True)
 class Hooks:
-    """What is called around the batches of an iteration: any of them may refuse what follows by raising.
+    """What a loader calls around the batches of an iteration; each may refuse what follows by raising."""
 
-    begins   before the first batch is drawn
-    before   before each logical batch is fetched
-    ends     after the last one, unless the loop was left before
-    """
+    def begin_epoch(self) -> None:
+        """Before the first batch is drawn."""
 
-    begins: Callable[[], None] = lambda: None
-    before: Callable[[], None] = lambda: None
-    ends: Callable[[], None] = lambda: None
+    def pay(self) -> None:
+        """Before each logical batch is fetched."""
+
+    def end_epoch(self) -> None:
+        """After the last batch, unless the loop was left before."""
 
 
 def secure_uniform(n: int) -> Tensor:
@@ -206,6 +205,9 @@ class PrivateLoader(DataLoader[Any]):
     One iteration is live at a time: `iter(loader)` ends the one before, whose iterator raises when it is advanced
     later. The listener hears None exactly once for each iteration that had begun, and before the next one's first
     micro-batch. `len(loader)` counts logical batches, that is optimizer steps.
+
+    Guarantee: `hooks.pay` is called before the loop reads a logical batch, and the listener hears of each micro-batch
+    before the loop gets it. Workers may fetch ahead; what they fetched does not reach the loop before it is paid for.
     """
 
     def __init__(
@@ -249,8 +251,8 @@ class PrivateLoader(DataLoader[Any]):
         self._check(turn)
         self._running = True
         try:
-            self._hooks.begins()
-            self._hooks.before()
+            self._hooks.begin_epoch()
+            self._hooks.pay()
             batches = super().__iter__()
             self.draws_ahead = self.num_workers > 0
             queue, left = self._splitter.queue, self._splitter.steps - 1
@@ -261,8 +263,8 @@ class PrivateLoader(DataLoader[Any]):
                 self._check(turn)
                 if micro.last and left > 0:
                     left -= 1
-                    self._hooks.before()
-            self._hooks.ends()
+                    self._hooks.pay()
+            self._hooks.end_epoch()
         finally:
             if turn == self._turn:  # else the iter() that came after has said so
                 self._end()

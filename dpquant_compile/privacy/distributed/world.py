@@ -97,6 +97,10 @@ class World:
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
+    def count_step(self) -> None:
+        """Count an optimizer step."""
+        self.step += 1
+
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which draws what is random and writes what is kept."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from opacus.optimizers import DPOptimizer
@@ -15,7 +15,17 @@ from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sums
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
-__all__ = ["PrivateOptimizer"]
+__all__ = ["Account", "PrivateOptimizer"]
+
+
+class Account(Protocol):
+    """What an optimizer needs of the account of a run; each method may refuse by raising."""
+
+    def settle(self) -> None:
+        """See to it that the release that is about to be made is paid for."""
+
+    def note(self, values: list[Tensor]) -> None:
+        """Take note of noised sums that are about to be used."""
 
 
 class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
@@ -24,10 +34,10 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
     A step within a logical batch does nothing; the one at its end spends privacy, adds noise once, divides by the
     expected batch size, which is public, and lets the wrapped optimizer step.
 
-    settle      sees to it that a release is accounted for, before its noise is drawn; raises to refuse it
-    released    is told of noised sums before anything uses them; raises to refuse them
-
-    Guarantee: sums leave the session by `add_noise` alone, which settles each release first.
+    Guarantee: what it releases is the sum of clipped gradients of a logical batch plus Gaussian noise of standard
+    deviation noise_multiplier · `session.sensitivity`, which is the most that one sample adds to the sum. `add_noise`
+    alone does so: the account has a payment before noise is drawn, and knows the noised values before anything uses
+    them. The sum itself must stay secret.
     """
 
     def __init__(
@@ -39,8 +49,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         noise_multiplier: float,
         expected_batch_size: int,
         loss_reduction: str,
-        settle: Callable[[], None],
-        released: Callable[[list[Tensor]], None],
+        account: Account,
         secure_mode: bool = False,
         world: World | None = None,
     ) -> None:
@@ -50,7 +59,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         self.noise = noise
         self.world = world or World()
         self._left: dict[str, tuple[Tensor, int]] = {}  # gradients after the last step, and their versions
-        self._settle, self._tell_released = settle, released
+        self._account = account
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -75,13 +84,13 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
     @property
     def max_grad_norm(self) -> float:
         """The most that one sample adds to the sum; schedules may set it between steps."""
-        return self.session.wanted
+        return self.session.step.next_bound
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
         if not is_number(value) or not math.isfinite(value) or value <= 0:
             raise PrivacySpecError(f"max_grad_norm={value!r}: give a finite number greater than zero")
-        self.session.wanted = float(value)
+        self.session.step.set_bound(float(value))
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Refuse what Opacus' BatchMemoryManager does."""
@@ -96,7 +105,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Whether the wrapped optimizer shall step; if so, gradients are there, with noise."""
-        if self._skips():
+        if self.session.step.incomplete:
             self._is_last_step_skipped = True
             return False
         self.add_noise()
@@ -123,9 +132,9 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             )
         # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
         self._settle()
-        sums = self.session.release()
+        sums = self.session.take_sums(self.noise_multiplier)
         call_roll(self.world, self.session, self._facts())
-        if self.world.size > 1 and self.session.by_hand:  # on all processes, as the roll has shown
+        if self.world.size > 1 and self.session.step.by_hand:  # on all processes, as the roll has shown
             raise PrivateTrainingError(
                 f"batches that did not come from the loader, on {self.world.size} processes: a sample that two of them "
                 "have counts twice, and the noise is for once. Fix: take batches from the loader that make_private "
@@ -138,11 +147,15 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             noises = self.noise.normal_like(parameters, self.noise_multiplier * self.session.sensitivity)
             grads = [noise.add_(total) for noise, total in zip(noises, grads, strict=True)]
         noised = [grad.to(p.dtype) for p, grad in zip(parameters, self.world.sum(grads), strict=True)]
-        self._tell_released(noised)
+        self._account.note(noised)
         for parameter, grad in zip(parameters, noised, strict=True):
             parameter.grad = grad
-        self.world.step += 1
-        self.session.forget()  # a second step must not release the same sum again
+        self.world.count_step()
+        self.session.drop_sums()  # a second step must not release the same sum again
+
+    def _settle(self) -> None:
+        self.session.check_attached()
+        self._account.settle()
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all processes for their sums to be one release."""
@@ -150,7 +163,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             "model.step": self.session.model.step,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.session.sensitivity,
-            "batches from the loader": not self.session.by_hand,
+            "batches from the loader": not self.session.step.by_hand,
         }
 
     def _check_parameters(self) -> None:
@@ -190,8 +203,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; the sums of a logical batch that is under way stay."""
-        if not self._is_last_step_skipped and not self._inside():
-            self.session.forget()
+        if not self._is_last_step_skipped and not self.session.step.begun:
+            self.session.drop_sums()
         self.original_optimizer.zero_grad(set_to_none)
         # Gradients that are gone need no watching; their memory is free for the next ones.
         held = self.session.parameters
@@ -208,12 +221,3 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         grads = ((name, parameter.grad) for name, parameter in self.session.parameters.items())
         self._left = {name: (grad, grad._version) for name, grad in grads if grad is not None}
         return result
-
-    def _inside(self) -> bool:
-        """Whether a micro-batch is under way that continues a logical batch."""
-        micro = self.session.micro
-        return micro is not None and not micro.first
-
-    def _skips(self) -> bool:
-        micro = self.session.micro
-        return micro is not None and not micro.last

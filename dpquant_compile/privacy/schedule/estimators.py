@@ -161,30 +161,30 @@ class Paper:
         kept = [tensor.detach().clone() for tensor in tensors]
         modes = {module: module.training for module in model.modules()}
         state = copy.deepcopy(wrapped.state_dict())
-        was = (model.step, model.policy, session.dropped, model.training)
+        was = (model.step, model.policy, model.training)
         model.train()
         model.set_policy(policy)
         model.step = setting.step(turn)
         try:
-            for number, batch in enumerate(batches):
-                last = number + 1 == len(batches)
-                session.announce(MicroBatch(batch.ids, first=number == 0, last=last))
-                with torch.enable_grad():
-                    setting.criterion(model(*batch.args, **batch.kwargs), batch.target).backward()
-            self._update(setting, turn)
-            return self._evaluate(setting, batches)
+            with session.rehearsal(optimizer.noise_multiplier):
+                for number, batch in enumerate(batches):
+                    last = number + 1 == len(batches)
+                    session.announce(MicroBatch(batch.ids, first=number == 0, last=last))
+                    with torch.enable_grad():
+                        setting.criterion(model(*batch.args, **batch.kwargs), batch.target).backward()
+                self._update(setting, turn)
+                return self._evaluate(setting, batches)
         finally:
-            session.announce(None)
             with torch.no_grad():
                 for tensor, value in zip(tensors, kept, strict=True):
                     tensor.copy_(value)
                     tensor.grad = None
             wrapped.load_state_dict(state)
-            model.train(was[3])
+            model.train(was[2])
             for module, training in modes.items():  # a layer may be in another mode than the rest
                 module.training = training
             model.set_policy(was[1])
-            model.step, session.dropped = was[0], was[2]
+            model.step = was[0]
 
     def _update(self, setting: Setting, turn: int) -> None:
         """One step of the user's optimizer on the clipped and noised mean gradient.
@@ -193,8 +193,8 @@ class Paper:
         """
         session, optimizer = setting.session, setting.optimizer
         generator = torch.Generator().manual_seed(hash((setting.number, turn)) & 0x7FFF_FFFF)
+        sums = session.take_sums(optimizer.noise_multiplier)
         std = optimizer.noise_multiplier * session.sensitivity
-        sums = session.release()
         call_roll(setting.world, session, {"analysis": (setting.number, turn)})
         names = [name for name, p in session.parameters.items() if p.requires_grad and session.uses(name)]
         for name, total in zip(names, setting.world.sum(wide_sums(session, sums, names)), strict=True):

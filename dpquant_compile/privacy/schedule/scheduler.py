@@ -83,8 +83,8 @@ class Scheduler:
         seed: int = 0,
     ) -> None:
         self.engine = engine
-        self.made = engine.made
-        self.world = engine.made.world
+        self.run = engine.run
+        self.world = engine.run.world
         self.mode, self.epochs, self.n_interval = mode, epochs, n_interval
         self.ema, self.beta, self.normalise, self.adjacency, self.seed = ema, beta, normalise, adjacency, seed
         self._unpack = unpack
@@ -92,7 +92,7 @@ class Scheduler:
         self.estimator: Estimator = make_estimator(
             estimator, repetitions=repetitions, sigma=sigma_measure, clip=clip_measure
         )
-        physical, size = self.made.default_physical or self.made.session.physical, self.made.loader.size
+        physical, size = self.run.default_physical or self.run.physical, self.run.loader.size
         self.n_sample = n_sample if n_sample is not None else self._default_samples(physical)
         self.sample_rate = min(1.0, self.n_sample / math.ceil(size / physical))
         self._check()
@@ -101,7 +101,7 @@ class Scheduler:
         self._static = None if static is None else self._fixed(static)
         self._state = _State(scores=dict.fromkeys(self.policies, 0.0))
         self._untold: EpochRecord | None = None
-        self.history = History(tuple(self.made.session.model.sites.names))
+        self.history = History(tuple(self.run.session.model.sites.names))
         engine.scheduler = self
         self.world.agree("in Scheduler", self.config())
         if self.world.first:
@@ -130,7 +130,7 @@ class Scheduler:
 
     def step(self) -> Policy:
         """End an epoch: analyse if it is time, and set the policy of the next. After the last epoch nothing changes."""
-        if self.made.session.micro is not None:
+        if self.run.session.micro is not None:
             raise PrivateTrainingError(
                 "scheduler.step() inside the loop over the loader: an analysis costs privacy, and is meant for the end "
                 "of an epoch. Fix: call it after the loop"
@@ -146,7 +146,7 @@ class Scheduler:
         else:
             self._untold = None
         self.engine.agree(f"at the end of epoch {self._state.epoch}")
-        return self.made.session.model.policy
+        return self.run.session.model.policy
 
     @property
     def _measures(self) -> bool:
@@ -159,7 +159,7 @@ class Scheduler:
     def _choose(self, *, analysed: bool) -> None:
         chosen = self.world.on_first("the policy of an epoch", self._chosen)
         sites = sorted({site for name in chosen for site in self.policies[name]})
-        policy, ledger = self.made.session.model.set_policy(sites), self.engine.ledger
+        policy, ledger = self.run.session.model.set_policy(sites), self.engine.ledger
         record = EpochRecord(
             epoch=self._state.epoch,
             policy=tuple(sorted(policy)),
@@ -198,21 +198,21 @@ class Scheduler:
 
     def _analyse(self) -> None:
         """Measure every policy, privately, and update the running scores. The spend is recorded before data is read."""
-        made = self.made
+        run = self.run
         self.engine.spend("analysis", q=self.sample_rate, sigma=self.estimator.sigma)
-        expected = self.sample_rate * made.loader.size
-        assert made.criterion is not None  # checked when the scheduler was made
+        expected = self.sample_rate * run.loader.size
+        assert run.criterion is not None  # checked when the scheduler was made
         sharded = getattr(self.estimator, "sharded", False)
         _, number = self.engine.ledger.position  # of this spend: other schedulers of the engine have other ones
         world = self.world if sharded else World()
-        setting = Setting(made.session, made.optimizer, made.criterion, number, expected, world)
+        setting = Setting(run.session, run.optimizer, run.criterion, number, expected, world)
         policies = [frozenset(sites) for sites in self.policies.values()]
         vector = self.estimator.measure(setting, policies, self._probe(setting)) if sharded else None
 
         def noised() -> list[float]:
             found = self.estimator.measure(setting, policies, self._probe(setting)) if vector is None else vector
             std = self.estimator.sigma * self.estimator.sensitivity(self.adjacency)
-            noisy = (found + std * made.noise.fill(len(found)).double()) / self.estimator.divisor(setting)
+            noisy = (found + std * run.noise.fill(len(found)).double()) / self.estimator.divisor(setting)
             self.engine.release([noisy])
             values: list[float] = noisy.tolist()
             return values
@@ -224,14 +224,14 @@ class Scheduler:
 
     def _probe(self, setting: Setting) -> Iterator[Batch]:
         """The probe batch, or the share of it that an analysis on all processes reads on this one."""
-        made, world = self.made, setting.world
+        run, world = self.run, setting.world
         # As secret as the noise: who can predict a draw gets no amplification by it.
-        uniform = made.session.bits.uniform("probe", setting.number)
+        uniform = run.session.bits.uniform("probe", setting.number)
         return draw_batch(
-            made.loader,
+            run.loader,
             self.sample_rate,
             uniform,
-            made.session.physical,
+            run.physical,
             setting.group_of,
             self._unpack,
             share=lambda draw: world.share(world.on_first("the samples of an analysis", draw)),
@@ -243,7 +243,7 @@ class Scheduler:
         return max(1.0, float(round(512 / physical))) if isinstance(self.estimator, PerSample) else 1.0
 
     def _check(self) -> None:
-        if self.made.session.internals.programs.provisional:
+        if self.run.session.internals.programs.provisional:
             raise PrivacySpecError(
                 "which sites this model has is known when it has seen a batch: pass example_inputs= to compile(), or "
                 "call model.capture(batch) before making the scheduler"
@@ -265,7 +265,7 @@ class Scheduler:
                 raise PrivacySpecError(f"{name}={value!r}: give an int from 1 up")
         if not self.n_sample > 0:
             raise PrivacySpecError(f"n_sample={self.n_sample!r}: a probe batch needs some physical batches, 1 or so")
-        if self.mode in ("dpquant", "greedy") and self.made.criterion is None:
+        if self.mode in ("dpquant", "greedy") and self.run.criterion is None:
             raise PrivacySpecError(
                 f"mode={self.mode!r} measures losses, so the scheduler needs the loss: give criterion= to make_private"
             )
@@ -275,19 +275,19 @@ class Scheduler:
 
         The run alone is counted: what a ledger on disk holds already may be its own, if it is resumed.
         """
-        made, ledger = self.made, self.engine.ledger
+        run, ledger = self.run, self.engine.ledger
         target, delta = ledger.target_epsilon, ledger.target_delta
         epochs = self.epochs or self.engine.planned_epochs
         if target is None or delta is None or epochs is None:
             return
         # Where the scheduler is not told the last epoch, an analysis may follow that one too.
         analyses = (epochs - (self.epochs is not None)) // self.n_interval if self._measures else 0
-        sigma, steps = made.optimizer.noise_multiplier, epochs * len(made.loader)
-        run = [Entry("training", "subsampled_gaussian", made.sample_rate, sigma, steps)]
+        sigma, steps = run.optimizer.noise_multiplier, epochs * len(run.loader)
+        spends = [Entry("training", "subsampled_gaussian", run.sample_rate, sigma, steps)]
         if analyses:
-            run.append(Entry("analysis", "subsampled_gaussian", self.sample_rate, self.estimator.sigma, analyses))
+            spends.append(Entry("analysis", "subsampled_gaussian", self.sample_rate, self.estimator.sigma, analyses))
         try:
-            planned = composed_epsilon(ledger.accountant, gathered(run), delta)
+            planned = composed_epsilon(ledger.accountant, gathered(spends), delta)
         except PrivacySpecError:
             return  # the GDP accountant composes no analyses with training; the first one says so
         if planned > target:
@@ -300,7 +300,7 @@ class Scheduler:
             )
 
     def _named(self, policies: Mapping[str, Iterable[str]] | None) -> dict[str, tuple[str, ...]]:
-        sites = self.made.session.model.sites.names
+        sites = self.run.session.model.sites.names
         if policies is None:
             return {name: (name,) for name in sites}
         named = {name: tuple(group) for name, group in policies.items()}
@@ -310,7 +310,7 @@ class Scheduler:
         return named
 
     def _count(self, k: int | None, grouped: bool) -> int:
-        n, model = len(self.policies), self.made.session.model
+        n, model = len(self.policies), self.run.session.model
         if k is None:
             k = round(model.budget * n / max(len(model.sites), 1)) if grouped else model.budget
         if type(k) is not int or not 0 <= k <= n:
@@ -346,7 +346,7 @@ class Scheduler:
             "scores": dict(state.scores),
             "analyses": state.analyses,
             "history": self.history.state_dict(),
-            "policy": sorted(self.made.session.model.policy),
+            "policy": sorted(self.run.session.model.policy),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -357,4 +357,4 @@ class Scheduler:
         self._state = _State(int(state["epoch"]), scores, int(state["analyses"]))
         self.history.load_state_dict(state["history"])
         self._untold = self.history[-1]
-        self.made.session.model.set_policy(state["policy"])
+        self.run.session.model.set_policy(state["policy"])

@@ -36,7 +36,7 @@ def spends(engine: dpq.PrivacyEngine) -> int:
 
 def leaving_out(engine: dpq.PrivacyEngine, left: Iterable[int]) -> None:
     """An epoch in which the logical batches of these numbers, from 1, are read, and no step follows."""
-    made, number = engine.made, 0
+    made, number = engine.run, 0
     for x, y in made.loader:
         number += made.session.micro.first
         if number not in set(left):
@@ -62,7 +62,7 @@ def interrupted(folder: Path, life: Callable[[dpq.PrivacyEngine], Any] = epoch) 
 def resumed(folder: Path, replay: bool = True, lr: float = 0.2) -> dpq.PrivacyEngine:
     engine = engine_of(folder)
     engine.load_checkpoint(path=folder / "c.pt", replay=replay)
-    engine.made.optimizer.original_optimizer.param_groups[0]["lr"] = lr
+    engine.run.optimizer.original_optimizer.param_groups[0]["lr"] = lr
     return engine
 
 
@@ -99,7 +99,7 @@ def test_a_lost_file_is_not_taken_for_a_crash_before_the_first_release(path: Pat
     """One spend on record beyond the checkpoint, whose release was made."""
 
     def one_step(engine: dpq.PrivacyEngine) -> None:
-        made = engine.made
+        made = engine.run
         for x, y in made.loader:
             made.criterion(made.session.model(x), y).backward()
             made.optimizer.step()
@@ -139,7 +139,8 @@ def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: P
         for _ in range(epochs):
             epoch(engine)
         engine.save_checkpoint(path=path.parent / "c.pt")
-        note, seen = engine.made.optimizer._tell_released, []
+        account, seen = engine.run.optimizer._account, []
+        note = account.note
 
         def crash(values: Any) -> None:
             seen.append(1)
@@ -147,7 +148,7 @@ def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: P
                 raise KeyboardInterrupt
             note(values)
 
-        engine.made.optimizer._tell_released = crash
+        account.note = crash
         with pytest.raises(KeyboardInterrupt):
             epoch(engine)
         assert spends(engine) == epochs * STEPS + at
@@ -232,7 +233,7 @@ def test_noise_that_nothing_pays_for_is_stopped() -> None:
     engine = engine_of()
     epoch(engine)
     with pytest.raises(PrivateTrainingError, match="no spend of the ledger pays for"):
-        engine.release([next(iter(engine.made.session.parameters.values())).detach()])
+        engine.release([next(iter(engine.run.session.parameters.values())).detach()])
 
 
 def test_a_line_that_was_cut_counts_for_nothing(path: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_line_that_was_cut_counts_for_nothing(path: Path) -> None:
         beside(path).write_text(f"a 0 begun\n{line}")
         releases = Releases(path)
         assert releases.counts == {"a": 0} and not releases.went_on_elsewhere("a", 0, 1)
-        releases.begin("b", 0)
+        releases.note_begun("b", 0)
         again = Releases(path)
         assert again.counts == {"a": 0, "b": 0} and not again.went_on_elsewhere("a", 0, 1)
     beside(path).write_text("\n".join([*lines, ""]))
@@ -301,14 +302,14 @@ def test_a_new_ledger_under_another_name_takes_what_is_missing(path: Path) -> No
 
 def test_a_run_that_began_and_never_spent_is_no_loss(path: Path) -> None:
     releases = Releases(path)
-    releases.begin("one", 0)
+    releases.note_begun("one", 0)
     ledger = Ledger("rdp", path)
     spent(ledger)
     ledger.close()
-    releases.begin(ledger.position[0], 1)
+    releases.note_begun(ledger.position[0], 1)
     assert counts(Ledger.read(path)) == [("training", 1)]  # as many as are known
     Ledger("rdp", path).close()
-    releases.begin(ledger.position[0], 2)
+    releases.note_begun(ledger.position[0], 2)
     with pytest.raises(LedgerError, match="rolled back"):
         Ledger("rdp", path)
 

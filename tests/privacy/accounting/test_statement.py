@@ -36,7 +36,7 @@ def test_a_statement_from_the_file_has_every_caveat_of_the_run(tmp_path: Path) -
 def test_a_caveat_outlives_the_next_make_private() -> None:
     engine = engine_of(poisson_sampling=False)
     epoch(engine)
-    made = engine.made
+    made = engine.run
     engine.make_private(
         module=made.session.model,
         optimizer=made.optimizer,

@@ -286,7 +286,7 @@ def apart_at(when: str, path: Path) -> None:
     if workers.rank() == 1 and when == "checkpoint":
         engine.session.model.set_policy("none")
     elif workers.rank() == 1:
-        engine.made.optimizer.max_grad_norm = 0.7
+        engine.run.optimizer.max_grad_norm = 0.7
     if when == "step":
         epoch(engine)
     engine.save_checkpoint(path=path)
@@ -345,7 +345,7 @@ class Forked(nn.Module):
 def forked() -> dict[str, Any]:
     """An epoch in which rank 1 alone uses `side`."""
     workers.Net = Forked  # type: ignore[assignment,misc]  # in a process of its own
-    made = engine_of(spec={"budget": 0}).made
+    made = engine_of(spec={"budget": 0}).run
     before = made.session.model.side.weight.detach().clone()
     for x, y in made.loader:
         made.optimizer.zero_grad()

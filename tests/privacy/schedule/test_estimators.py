@@ -156,15 +156,15 @@ def by_hand(run: Run, policy: frozenset[str], batches: Sequence[Batch], turn: in
     model.train()
     model.set_policy(policy)
     model.step = setting_of(run).step(turn)
-    for number, batch in enumerate(batches):
-        session.announce(MicroBatch(batch.ids, first=number == 0, last=number + 1 == len(batches)))
-        run.criterion(model(*batch.args), batch.target).backward()
-    twin = copy.deepcopy(session.internals.original).eval()
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            parameter -= lr * session.parameters[name].summed_grad / expected  # type: ignore[attr-defined]
-        losses = torch.cat([cross_entropy(twin(*batch.args), batch.target) for batch in batches])
-    session.announce(None)
+    with session.rehearsal(1.0):
+        for number, batch in enumerate(batches):
+            session.announce(MicroBatch(batch.ids, first=number == 0, last=number + 1 == len(batches)))
+            run.criterion(model(*batch.args), batch.target).backward()
+        twin = copy.deepcopy(session.internals.original).eval()
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter -= lr * session.parameters[name].summed_grad / expected  # type: ignore[attr-defined]
+            losses = torch.cat([cross_entropy(twin(*batch.args), batch.target) for batch in batches])
     model.set_policy("none")
     model.step = step
     assert all(torch.equal(kept[name], value) for name, value in models.state(model).items())
@@ -249,8 +249,8 @@ def everything(run: Run) -> dict[str, Any]:
     plain["state"] = sorted(tensors)
     plain["groups"] = wrapped.state_dict()["param_groups"]
     plain |= {"step": model.step, "policy": sorted(model.policy), "training": model.training}
-    plain |= {"dropped": session.dropped, "micro": session.micro, "noise": run.engine.made.noise.state_dict()}
-    plain |= {"ids": model.sample_ids, "entries": run.engine.ledger.entries, "paid": session.paid}
+    plain |= {"dropped": session.dropped, "micro": session.micro, "noise": run.engine.run.noise.state_dict()}
+    plain |= {"ids": model.sample_ids, "entries": run.engine.ledger.entries, "paid": session.step.paid}
     return {"plain": plain, "tensors": tensors}
 
 

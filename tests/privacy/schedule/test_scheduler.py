@@ -26,8 +26,8 @@ from tests.support.schedules import SITES, Constant, Numbers, engine_of, run_epo
 def policies_of(scheduler: dpq.Scheduler, epochs: int) -> list[tuple[str, ...]]:
     """The policies of some epochs, by the history, which must say what the model was set to."""
     for _ in range(epochs - 1):
-        assert scheduler.step() == scheduler.made.session.model.policy
-        assert scheduler.history[-1].policy == tuple(sorted(scheduler.made.session.model.policy))
+        assert scheduler.step() == scheduler.run.session.model.policy
+        assert scheduler.history[-1].policy == tuple(sorted(scheduler.run.session.model.policy))
     return [record.policy for record in scheduler.history]
 
 
@@ -110,7 +110,7 @@ def test_analyses_come_after_every_interval_and_never_after_the_last_epoch(
     engine = engine_of()
     scheduler = dpq.Scheduler(engine, epochs=epochs, mode=mode, estimator=Constant(0.0, sigma=3.0), n_interval=interval)
     for epoch in range(1, epochs + 1):
-        for _ in scheduler.made.loader:
+        for _ in scheduler.run.loader:
             pass
         before = len([e for e in engine.ledger.entries if e.purpose == "analysis"])
         scheduler.step()
@@ -139,10 +139,10 @@ def test_a_draw_is_poisson_and_apart_from_the_training_batches() -> None:
     measured = Constant(0.0)
     engine = engine_of(Numbers(400), 8, 8)
     scheduler = dpq.Scheduler(engine, estimator=measured, n_interval=1, n_sample=5)
-    state = engine.made.loader.generator.get_state()
+    state = engine.run.loader.generator.get_state()
     for _ in range(300):
         scheduler.step()
-    assert torch.equal(engine.made.loader.generator.get_state(), state), "an analysis must not shift training's draws"
+    assert torch.equal(engine.run.loader.generator.get_state(), state), "an analysis must not shift training's draws"
     counts = torch.bincount(torch.tensor([i for draw in measured.drawn for i in draw]), minlength=400)
     assert stats.binomtest(int(counts.sum()), 400 * 300, 5 / 50).pvalue > 1e-3
     assert stats.chisquare(counts.numpy()).pvalue > 1e-3
@@ -185,7 +185,7 @@ def test_scores_are_the_running_mean_of_noised_measurements() -> None:
     values = [0.5, -0.5, 0.3, 0.9, 0.0, 0.7]
     engine = engine_of()
     scheduler = dpq.Scheduler(engine, estimator=Constant(values, 2.0, 0.25, 10.0), n_interval=1, ema=0.4)
-    twin, scores = copy.deepcopy(engine.made.noise), torch.zeros(6, dtype=torch.float64)
+    twin, scores = copy.deepcopy(engine.run.noise), torch.zeros(6, dtype=torch.float64)
     for _ in range(4):
         scheduler.step()
         noisy = (torch.tensor(values).double() + 2.0 * 0.25 * twin.fill(6).double()) / 10.0
@@ -241,7 +241,7 @@ def test_sites_that_are_not_known_yet_are_asked_for() -> None:
     engine = engine_of(model=models.seeded(OneOfTwo))
     with pytest.raises(PrivacySpecError, match="capture"):
         dpq.Scheduler(engine)
-    engine.made.session.model.capture(torch.zeros(8, 4))
+    engine.run.session.model.capture(torch.zeros(8, 4))
     assert list(dpq.Scheduler(engine).policies) == ["used", "fc"]
 
 
@@ -269,7 +269,7 @@ def test_the_ledger_of_a_schedule_has_the_papers_epsilon(
     engine = engine_of(Numbers(size), 1024, 128, accountant="prv")
     scheduler = dpq.Scheduler(engine, epochs=epochs, mode=mode, estimator="paper")
     for _ in range(epochs):
-        for _ in engine.made.loader:
+        for _ in engine.run.loader:
             pass
         scheduler.step()
     assert engine.get_epsilon(1e-5) == pytest.approx(epsilon, abs=1e-5)
@@ -355,7 +355,7 @@ def test_analyses_beyond_the_target_are_warned_of_at_the_start() -> None:
     with pytest.warns(UserWarning, match=r"epochs: 4, analyses: 1\).* past the target 8: .*dpq\.plan") as told:
         scheduler = dpq.Scheduler(engine, epochs=4)
     assert told[0].filename == __file__
-    ledger, made = dpq.Ledger("rdp"), engine.made
+    ledger, made = dpq.Ledger("rdp"), engine.run
     ledger.spend("training", q=1 / 8, sigma=made.noise_multiplier, steps=32)
     ledger.spend("analysis", q=scheduler.sample_rate, sigma=2.0)
     planned = re.search(r"ε = ([\d.]+) at δ = 1e-05", str(told[0].message))
@@ -375,7 +375,7 @@ def test_a_run_with_its_analyses_planned_is_not_warned_of() -> None:
         accountant="rdp",
     )
     engine = engine_of(target_epsilon=8, target_delta=DELTA)
-    engine.made.optimizer.noise_multiplier = plan.noise_multiplier
+    engine.run.optimizer.noise_multiplier = plan.noise_multiplier
     run_epochs(dpq.Scheduler(engine, epochs=4), 4)
     assert 7.9 < plan.epsilon <= 8 and engine.get_epsilon(DELTA) == pytest.approx(plan.epsilon)
 
