@@ -45,6 +45,13 @@ _OTHER_CODE = (
     os.path.dirname(os.path.realpath(__file__)) + os.sep,
 )
 
+_TAGGED = ("aten::", "prims::", "dpquant::")  # operators whose tags say whether they draw random numbers
+_DRAWING = (
+    *"dropout rand bernoulli normal_ uniform_ multinomial rrelu poisson binomial exponential_ cauchy_".split(),
+    *"geometric_ gumbel gamma_ dirichlet stochastic_depth fractional_max_pool".split(),
+)
+_DRAWS = {"normal", "_standard_gamma"}  # `normalize` draws nothing
+
 Pass = Callable[[fx.GraphModule], PassResult]
 Invariant = Callable[[fx.GraphModule], None]
 
@@ -154,8 +161,10 @@ def read_attribute(root: Any, target: Any) -> Any:
 
 def draws_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    name = op_name(node)
-    return any(word in name for word in ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu"))
+    name, operator = op_name(node), getattr(node.target, "_schema", None)
+    if operator is not None and not operator.name.startswith(_TAGGED):
+        return True  # nothing says that an operator of others does not
+    return name in _DRAWS or any(word in name for word in _DRAWING)
 
 
 def run_passes(

@@ -13,18 +13,22 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.backends.graph_compile import Recorder, compile_graph
+from dpquant_compile.errors import IsolationError
+from dpquant_compile.passes.batch.opaque_code import is_known_operator
 from dpquant_compile.passes.private.free_saved_inputs import find_savings
 from dpquant_compile.passes.private.pack_relu_masks import pack_masks
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_masks
 from dpquant_compile.privacy.clipping.joint_graph import Plan, Tracing
 from dpquant_compile.privacy.clipping.parameter_uses import read_attribute
 
-__all__ = ["Inputs", "PrivateProgram"]
+__all__ = ["Inputs", "PrivateProgram", "refuse_custom_backwards"]
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ class PrivateProgram:
             self.outputs = tuple(self.TENSOR if isinstance(o, Tensor) else o for o in outputs)
             self.differentiable = tuple(o.requires_grad for o in outputs if isinstance(o, Tensor))
             ends = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+            refuse_custom_backwards(ends)
             tangents = [torch.empty_like(end, memory_format=torch.contiguous_format).detach() for end in ends]
             first = make_fx(joint, tracing_mode="real")(primals, tangents)
             if not decompose and not any(_mutates(node) for node in first.graph.nodes):
@@ -164,6 +169,27 @@ class PrivateProgram:
         second.graph.eliminate_dead_code()
         second.recompile()
         return second, primals, tangents
+
+
+def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
+    """Refuse an autograd graph with a backward that is neither PyTorch's nor this library's.
+
+    Guarantee: a second line behind `verify_isolation`, which proves forwards. What is differentiated here are operators
+    whose derivatives keep samples apart as their forwards do.
+    """
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not node.name().startswith("GeneratedBackwardFor_dpquant_"):
+            raise IsolationError(
+                f"the model has a backward of its own, {node.name()}, of which nothing proves that it keeps samples "
+                "apart. Fix: write it in torch operators in forward(), or keep it out of the model."
+            )
+        stack.extend(following for following, _ in node.next_functions)
 
 
 def _share_operands(gm: fx.GraphModule) -> None:
@@ -188,6 +214,8 @@ def _tag_forward(gm: fx.GraphModule, count: int) -> None:
 
 
 def _is_random(node: fx.Node) -> bool:
+    if isinstance(node.target, OpOverload) and not is_known_operator(node.target):
+        return True  # its author may have left out the tag
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
