@@ -221,7 +221,7 @@ class _Prover(_Recorder):
     def findings(self) -> Iterator[tuple[Mixed, str, bool]]:
         """Each mixed value that has an effect, what it reaches, and whether it is one number."""
         for written, name in self.tracker.writes:
-            yield written, f"the buffer, parameter or input {name!r}", False
+            yield written, f"the buffer, parameter, input or tensor {name.removeprefix('_const.')!r}", False
         for output in self._outputs:
             state = self.tracker.state_of(output)
             if isinstance(state, Mixed):
