@@ -9,7 +9,6 @@ holds a value that was made of the batch.
 
 import inspect
 import os
-import pickle
 import random
 import re
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["Change", "Snapshot", "Writes"]
 
@@ -53,7 +52,7 @@ class Snapshot:
         self._generators: list[tuple[str, _Generator]] = []
         self._labels: dict[int, str] = {}
         self._seen = {id(module) for module in model.modules()}
-        self._walk([("Python's random", random._inst)])  # type: ignore[attr-defined]  # behind random.random()
+        self._walk([("Python's random", random._inst)])  # behind random.random()
         if "numpy" in sys.modules:
             self._walk([("numpy.random", sys.modules["numpy"].random.mtrand._rand)])
         for name, _, attributes, _ in self._modules:
@@ -87,13 +86,14 @@ class Snapshot:
                 scope[name] = value
         drew = None
         for label, generator in self._generators:
-            drew = generator.put_back() and (drew or label) or drew
+            drew = (generator.put_back() and (drew or label)) or drew
         return Change(changed, drew)
 
     def _named(self, label: str) -> str:
         """An attribute with the line that changes it, where that is found."""
         word = re.escape(label.rpartition(".")[2])
-        write = re.compile(rf"\b{word}\s*((?:[-+*/@|&]|//|\*\*)?=[^=]|\.(append|add|extend|update|insert)\(|\[.*\]\s*=[^=])")
+        assigns, calls = r"(?:\[.*\]\s*)?(?:[-+*/@|&]|//|\*\*)?=[^=]", r"\.(?:append|add|extend|update|insert)\("
+        write = re.compile(rf"\b{word}\s*(?:{assigns}|{calls})")
         for function in self._functions.values():
             try:
                 lines, start = inspect.getsourcelines(function)
@@ -166,7 +166,8 @@ class Writes(TorchDispatchMode):
         known = {_storage(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         result = func(*args, **kwargs)
         for value in tree_leaves(result):
-            if isinstance(value, Tensor) and (_storage(value) not in known or func is torch.ops.aten.lift_fresh.default):
+            fresh = func is torch.ops.aten.lift_fresh.default  # what torch.tensor() ends on, with its own result
+            if isinstance(value, Tensor) and (fresh or _storage(value) not in known):
                 self._made[_storage(value)] = value
         return result
 
@@ -186,12 +187,13 @@ class Writes(TorchDispatchMode):
 
 class _Generator:
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        """`get` gives a state that can be compared by ==."""
         self._get, self._put = get, put
         self._before = get()
 
     def put_back(self) -> bool:
         """Whether it had drawn."""
-        drew = pickle.dumps(self._get()) != pickle.dumps(self._before)
+        drew = bool(self._get() != self._before)
         if drew:
             self._put(self._before)
         return drew
@@ -202,13 +204,20 @@ def _generator(value: Any) -> _Generator | None:
         return _Generator(value.getstate, value.setstate)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return _Generator(value.get_state, value.set_state)
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        value = value._bit_generator
+    elif numpy is not None and isinstance(value, numpy.random.Generator):
+        value = value.bit_generator
+    if numpy is not None and isinstance(value, numpy.random.BitGenerator):
+        return _Generator(lambda: _numbers(value.state), lambda state: setattr(value, "state", state))
     if isinstance(value, torch.Generator):
-        return _Generator(value.get_state, value.set_state)
+        return _Generator(
+            lambda: value.get_state().tolist(), lambda state: value.set_state(torch.tensor(state, dtype=torch.uint8))
+        )
     return None
+
+
+def _numbers(state: Any) -> Any:
+    return tree_map(lambda value: value.tolist() if hasattr(value, "tolist") else value, state)
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -1,7 +1,7 @@
 """Code that a graph keeps whole, so that a proof over single operators does not see what it does.
 
-`torch.fx.wrap` and `torch.compiler.allow_in_graph` keep a function as one call; a module that cannot be traced stays one
-call as well. Running such code shows the operators of one forward, without gradients. It does not show a backward of
+`torch.fx.wrap` and `torch.compiler.allow_in_graph` keep a function as one call; so does a module that cannot be traced.
+Running such code shows the operators of one forward, without gradients. It does not show a backward of
 its own, hooks on tensors, or what the code does when gradients are on. So only code that is known is taken as proved.
 """
 
@@ -67,7 +67,9 @@ def _reason(gm: fx.GraphModule, node: fx.Node) -> str | None:
         module = gm.get_submodule(str(node.target))
         for child in module.modules():
             if not isinstance(child, fx.GraphModule) and not _is_torch_module(child):
-                return f"{type(child).__name__} stays one call that is not looked into, and may have a backward of its own"
+                return (
+                    f"{type(child).__name__} stays one call that is not looked into, and may have a backward of its own"
+                )
     if any(isinstance(leaf, _CODE) for leaf in tree_leaves((node.args, node.kwargs))):
         return "a function is an argument, and what it does is not known"
     return None

@@ -113,8 +113,8 @@ def _check_code(gm: fx.GraphModule) -> None:
     assigned = next((node.meta.get("assigns") for node in gm.graph.nodes if node.op == "output"), None)
     if assigned is not None:
         raise IsolationError(
-            f"forward() changes {assigned}. A graph does not keep that, and what is made of a batch must not outlive it: "
-            "it has no noise, and later batches would find it. Fix: return such values, one row per sample; count or "
+            f"forward() changes {assigned}. A graph does not keep that, and what is made of a batch must not outlive "
+            "it: it has no noise, and later batches would find it. Fix: return such values, one row per sample; count or "
             "cache outside of forward()."
         )
 

@@ -184,9 +184,10 @@ def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction) and not node.name().startswith("GeneratedBackwardFor_dpquant_"):
+        name = type(node).__name__
+        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_dpquant_"):
             raise IsolationError(
-                f"the model has a backward of its own, {node.name()}, of which nothing proves that it keeps samples "
+                f"the model has a backward of its own, {name}, of which nothing proves that it keeps samples "
                 "apart. Fix: write it in torch operators in forward(), or keep it out of the model."
             )
         stack.extend(following for following, _ in node.next_functions)
