@@ -17,10 +17,11 @@ from dpquant_compile.errors import CaptureError, NotCapturedError
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.passes.batch.track_batch import batch_size, without_hooks
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
-from dpquant_compile.passes.capture import Snapshot, capture_dynamo, capture_fx
+from dpquant_compile.passes.capture import capture_dynamo, capture_fx
 from dpquant_compile.passes.fx_utils import bind_inputs
 from dpquant_compile.passes.precision.insert_switches import axes_of
 from dpquant_compile.passes.runner import PassRecord
+from dpquant_compile.passes.snapshot import Snapshot, Writes
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
@@ -272,15 +273,19 @@ def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwa
     with torch.no_grad(), without_hooks(model):
         before = Snapshot(model)
         for run in (model.forward, gm.forward):
-            with torch.random.fork_rng(devices=[]):
+            writes = Writes()
+            with torch.random.fork_rng(devices=[]), writes:
                 try:
                     copied, named = tree_map(_cloned, (tuple(args), dict(kwargs)))  # a model may write into its input
                     results.append(tree_leaves(run(*copied, **named)))
                 except Exception as error:  # the model's own error, or the trace's
                     results.append([type(error)])
+            writes.undo()  # a tensor outside of the model must not keep values of this batch
             for buffer, value in kept:
                 buffer.copy_(value)
-            before.restore()
+            drew = before.restore().drew
+            if drew is not None:
+                return f"forward() draws from {drew}, which a trace would do only once"
     if not isinstance(results[0][0] if results[0] else None, Tensor):
         return None  # the model itself fails on this call, or returns no tensor: its own error is the one to see
     same = len(results[0]) == len(results[1]) and all(map(_equal, *results))

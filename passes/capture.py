@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.errors import CaptureError
 from dpquant_compile.passes.fx_utils import copy_graph, graph_module_over, node_source, read_attribute, user_frames
+from dpquant_compile.passes.snapshot import Snapshot, Writes
 
-__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Snapshot", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
+__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
 
 SITE_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 TRANSPOSED_MODULES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -93,59 +95,47 @@ def capture_fx(model: nn.Module, given: Collection[str] = ()) -> fx.GraphModule 
     if isinstance(model, fx.GraphModule):
         # Already a graph (exported, or traced by the user): keep the program, run it over the same modules.
         return _finish(model, copy_graph(model.graph))
-    before, drawn = Snapshot(model), torch.random.get_rng_state()
+    before, drawn, writes = Snapshot(model), torch.random.get_rng_state(), Writes()
     try:
+        root = _with_arguments(model, given)
         # With gradients on, whatever the caller has: a region without them would not show where there are none.
-        with torch.enable_grad():
-            graph = Tracer().trace(_with_arguments(model, given))
+        with torch.enable_grad(), writes:
+            graph = Tracer().trace(root)
     except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
+        writes.undo()
         before.restore()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return CaptureError(f"torch.fx cannot trace {type(model).__name__}: {reason}")
-    # Tensors that forward() makes of plain numbers.
-    constants = {name: value for name, value in vars(model).items() if name.startswith("_tensor_constant")}
+    # Tensors that forward() makes of plain numbers, or finds outside of modules.
+    constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_constant")}
     for name in constants:
-        del model.__dict__[name]
-    changed = before.restore()
+        del root.__dict__[name]
+    wrote, change = writes.undo(), before.restore()
     if not torch.equal(drawn, torch.random.get_rng_state()):
         torch.random.set_rng_state(drawn)
         return CaptureError(
             f"forward() of {type(model).__name__} draws random numbers, which a trace would do only once"
         )
-    if changed is not None:
-        return CaptureError(f"forward() of {type(model).__name__} assigns {changed}, which a trace would do only once")
+    if change.drew is not None:
+        return CaptureError(
+            f"forward() of {type(model).__name__} draws from {change.drew}, which a trace would do only once"
+        )
+    if change.assigned is not None or wrote:
+        what = change.assigned or "a tensor"
+        return CaptureError(f"forward() of {type(model).__name__} assigns {what}, which a trace would do only once")
     for node in graph.nodes:
         if _is_opaque(node):
             name = getattr(node.target, "__qualname__", node.target)
             return CaptureError(f"torch.fx keeps {name}(), which reads parameters, as one opaque call")
-    return _finish(model, graph, constants)
-
-
-class Snapshot:
-    """The attributes of a model's modules before a trace, to undo what the trace assigned."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._before = [
-            (name, module, dict(module.__dict__), [dict(d) for d in _tensor_dicts(module)])
-            for name, module in model.named_modules()
-        ]
-
-    def restore(self) -> str | None:
-        """Put everything back; the name of an attribute that had changed, or None."""
-        changed = None
-        for name, module, attributes, tensors in self._before:
-            pairs = [(module.__dict__, attributes), *zip(_tensor_dicts(module), tensors, strict=True)]
-            for now, then in pairs:
-                different = [k for k in {*now, *then} if k not in now or k not in then or now[k] is not then[k]]
-                if different:
-                    changed = f"self.{different[0]}" if not name else f"{name}.{different[0]}"
-                    now.clear()
-                    now.update(then)
-        return changed
-
-
-def _tensor_dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return (module._buffers, module._parameters, module._modules)
+    outside = {
+        name: re.sub(r"\W+", "_", f"{before.label(value) or 'tensor'} {i}")
+        for i, (name, value) in enumerate(constants.items())
+        if not writes.made(value)
+    }
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target in outside:
+            node.target = outside[node.target]  # state: what forward() writes into it, it finds in the next call
+    return _finish(model, graph, {outside.get(name, name): value for name, value in constants.items()})
 
 
 def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | None = None) -> fx.GraphModule:
@@ -214,6 +204,7 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     Returns the graph, and whether it holds for every batch size (dimension 0 of the inputs) or only for this one.
     All other shapes, and all arguments that are not tensors, are constants of the graph.
     Numerics: unchanged. Ensures: parameters and buffers are get_attr nodes by their names in `model`.
+    Ensures: on the output node meta["assigns"], an attribute that forward() assigns, which the graph does not do.
     Raises `CaptureError`, with the source line that Dynamo names, for a model that is not one graph.
     """
     for leaf in tree_leaves((args, kwargs)):
@@ -235,9 +226,14 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             "Fix: remove what it names from forward(), or compile the submodule that holds the convs and linears."
         ) from error
     finally:
-        before.restore()  # Dynamo too leaves what forward() assigns, as fake tensors
+        change = before.restore()  # Dynamo too leaves what forward() assigns, as fake tensors
         for parameter, gradient in gradients:
             parameter.grad = gradient
+    if change.drew is not None:
+        raise CaptureError(
+            f"forward() of {type(model).__name__} draws from {change.drew}, which a capture would do only once. Fix: "
+            "draw with torch, one row for each sample, as torch.rand(x.shape[0], 1) does"
+        )
     gm = graph_module_over(model, _renamed(exported, model), type(model).__name__)
     for name, child in exported.named_children():
         if any(node.target == name for node in gm.graph.nodes):
@@ -245,6 +241,8 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     constants = _constants(exported, gm.graph)
     if constants is not None:
         gm.__dict__["_modules"]["_const"] = constants
+    # What the graph does not do again is for whoever relies on it: see verify_isolation.
+    gm.graph.output_node().meta["assigns"] = change.assigned
     gm.recompile()
     return _stamp(gm, "capture_dynamo"), _holds_for_all_batches(exported)
 

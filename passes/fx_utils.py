@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx._pytree as fx_pytree
 from torch import fx
+from torch._ops import OpOverload
 
 __all__ = [
     "bind_inputs",
@@ -17,6 +18,7 @@ __all__ = [
     "draws_random",
     "draws_seeded",
     "graph_module_over",
+    "is_known_operator",
     "node_source",
     "op_name",
     "read_attribute",
@@ -114,12 +116,28 @@ def read_attribute(root: Any, target: Any) -> Any:
     return root
 
 
+def is_known_operator(func: Any) -> bool:
+    """Whether an operator is PyTorch's, whose tags say whether it draws random numbers, or this library's."""
+    return getattr(func, "namespace", None) in ("aten", "prims", "dpquant")
+
+
+_DRAWING = (
+    *"dropout rand bernoulli normal_ uniform_ multinomial rrelu poisson binomial exponential_ cauchy_".split(),
+    *"geometric_ gumbel gamma_ dirichlet stochastic_depth fractional_max_pool".split(),
+)
+_DRAWS = {"normal", "_standard_gamma"}  # `normalize` draws nothing
+
+
 def draws_random(node: fx.Node) -> bool:
     """Whether a node of a captured graph, of torch functions and methods, draws random numbers."""
+    if isinstance(node.target, OpOverload) and not is_known_operator(node.target):
+        return True  # nothing says that an operator of others does not
     name = op_name(node)
-    return any(word in name for word in ("dropout", "rand", "bernoulli", "normal_", "uniform_", "multinomial", "rrelu"))
+    return name in _DRAWS or any(word in name for word in _DRAWING)
 
 
 def draws_seeded(node: fx.Node) -> bool:
     """Whether a node of a graph of ATen operators draws random numbers."""
+    if isinstance(node.target, OpOverload) and not is_known_operator(node.target):
+        return True  # its author may have left out the tag
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

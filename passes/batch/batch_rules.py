@@ -101,7 +101,7 @@ def _moved(axis: BatchAxis, dim: int) -> BatchAxis:
 
 
 @rule("copy_", "masked_fill_", "lerp_", "expand", "native_dropout", "_to_copy", "index_fill", "fill_", "zero_", "where")
-@rule("_prelu_kernel")
+@rule("_prelu_kernel", "bernoulli", "bernoulli_", "normal", "poisson", "rrelu_with_noise")
 def _pointwise(call: OpCall) -> Axis:
     """Broadcasting aligns dimensions from the right; all batch inputs must agree on where the batch is."""
     rank, found = call.output.dim(), set()
@@ -114,8 +114,9 @@ def _pointwise(call: OpCall) -> Axis:
     return found.pop()
 
 
-@rule("clone", "detach", "alias", "contiguous", "lift_fresh", "rand_like", "randn_like", "bernoulli", "bernoulli_")
-@rule("zeros_like", "ones_like", "empty_like", "full_like", "uniform_", "normal_")
+@rule("clone", "detach", "alias", "contiguous", "lift_fresh", "rand_like", "randn_like", "randint_like")
+@rule("zeros_like", "ones_like", "empty_like", "full_like", "uniform_", "normal_", "exponential_", "random_")
+@rule("log_normal_", "cauchy_", "geometric_")
 def _same(call: OpCall) -> Axis:
     return call.first
 
@@ -238,6 +239,14 @@ def _reduce(call: OpCall) -> Axis:
         return Lost(f"aten.{call.name} reduces over the batch")
     keep = call.output.dim() == rank
     return axis if keep else _moved(axis, axis.dim - sum(1 for d in dims if d < axis.dim))
+
+
+@rule("multinomial")
+def _multinomial(call: OpCall) -> Axis:
+    """Each row of probabilities has draws of its own; the draws of one row depend on each other."""
+    if call.source.dim() != 2 or call.first.dim != 0:
+        return Lost("aten.multinomial draws over the batch")
+    return call.first
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp")

@@ -19,6 +19,8 @@ from dpquant_compile.sites import BatchAxis
 __all__ = [
     "BATCH_NORMS",
     "BY_SHAPE",
+    "DRAWN_APART",
+    "DRAWS",
     "FACTORIES",
     "FILLS",
     "SHAPES",
@@ -60,6 +62,12 @@ BY_SHAPE = {f"{kind}_like" for kind in "zeros ones empty full rand randn randint
 FACTORIES = {*"zeros ones full empty empty_strided empty_permuted scalar_tensor rand randn randint".split()}
 # Writes over all that was there, the same number or independent draws.
 FILLS = {*"fill_ zero_ uniform_ normal_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split()}
+# Random operators whose elements are drawn independently, and those that keep rows of the batch apart beside these.
+DRAWN_APART = {
+    *"rand randn randint rand_like randn_like randint_like normal poisson bernoulli native_dropout".split(),
+    *"rrelu_with_noise".split(),
+    *(FILLS - {"fill_", "zero_"}),
+}
 # Operators that take elements as they are, so that what is alike everywhere stays so.
 SHAPES = {
     *"view _unsafe_view reshape _reshape_alias view_copy permute permute_copy transpose t unsqueeze squeeze".split(),
@@ -246,6 +254,7 @@ _ATTENTION = {
     *"_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math scaled_dot_product_attention".split(),
     *"_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_cudnn_attention".split(),
 }
+DRAWS = DRAWN_APART | _ATTENTION | {"multinomial"}
 _NO_BROADCAST = {"gather", "scatter", "scatter_add"}
 _OWN_PLACE = BATCH_NORMS | _ATTENTION | {"addmm", "baddbmm"}
 _STRICT: dict[str, Callable[[OpCall, StateOf], Axis]] = {

@@ -11,8 +11,12 @@ Every tensor is in one of these states while the graph runs on fake tensors:
 
 A Mixed value may exist. It is an error where it reaches an output, from which all gradients come, or state.
 
-Random numbers are like data: a draw with a row for each sample is the samples' own. One that samples share is Mixed:
-it is made anew in each micro-batch, so which samples share it depends on how many others there are.
+Random numbers are like data: a draw with a row for each sample is the samples' own, if the operator draws rows
+independently, as `rand` does and `randperm` does not. One that samples share is Mixed: it is made anew in each
+micro-batch, so which samples share it depends on how many others there are.
+
+The proof is about operators of PyTorch. Code that the graph keeps whole is refused, since a run without gradients does
+not show its backward; so are operators of others, and state that forward() assigns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +32,7 @@ from dpquant_compile.errors import CaptureError, IsolationError
 from dpquant_compile.passes.batch import isolation_rules as rules
 from dpquant_compile.passes.batch.batch_rules import Axis, Lost, OpCall
 from dpquant_compile.passes.batch.isolation_rules import Rows, Shared, tensors
+from dpquant_compile.passes.batch.opaque_code import opaque_code
 from dpquant_compile.passes.batch.track_batch import (
     PROBES,
     Inputs,
@@ -39,7 +44,7 @@ from dpquant_compile.passes.batch.track_batch import (
     run_on_fakes,
 )
 from dpquant_compile.passes.canonical.inline_modules import has_hooks
-from dpquant_compile.passes.fx_utils import node_source
+from dpquant_compile.passes.fx_utils import is_known_operator, node_source, op_name
 from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import BatchAxis
 
@@ -71,12 +76,14 @@ def verify_isolation(
     meta["batch_axis"], where its samples lie (None for constants, and for mixed values that reach nothing); and, for
     constants that are alike for all samples, meta["expanded_batch"], where the batch lies in them.
     Refused are outputs, and writes into parameters, buffers or inputs, that samples were mixed in; any write of the
-    batch into state, which would carry samples to later batches; and what has no rule, since nothing proves it.
+    batch into state, which would carry samples to later batches; what has no rule, since nothing proves it; calls of
+    code that is neither PyTorch's nor this library's; and attributes that forward() assigns.
     The size of the batch itself is taken as public. Random numbers must be drawn for each sample, as dropout does.
     Requires: `canonicalize`; `track_batch` for the choice of inputs that are the batch, without which all with the
     batch's size in dimension 0 are; the graph of the mode (train or eval) that is to be proved.
     Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
     """
+    _check_code(gm)
     inputs, actual, alike = bind_batch(gm, args, kwargs, batch)
     ids = {id(leaf) for leaf in alike}
     chosen = {id(leaf) for node, value in inputs for leaf in _batch_leaves(node, value, ids)}
@@ -95,6 +102,22 @@ def verify_isolation(
         node.meta.pop("expanded_batch", None)
         node.meta |= {key: value for key, value in notes[0].items() if all(n.get(key) == value for n in notes)}
     return PassResult(gm, False)
+
+
+def _check_code(gm: fx.GraphModule) -> None:
+    """Refuse what a run of operators would not show."""
+    for node, reason in opaque_code(gm):
+        raise IsolationError(
+            f"{_place(node)}, {op_name(node)}: {reason}; {_NOT_PROVED}. Fix: write it in torch operators in forward(), "
+            "or keep it out of the model."
+        )
+    assigned = next((node.meta.get("assigns") for node in gm.graph.nodes if node.op == "output"), None)
+    if assigned is not None:
+        raise IsolationError(
+            f"forward() changes {assigned}. A graph does not keep that, and what is made of a batch must not outlive "
+            "it: it has no noise, and later batches would find it. Fix: return such values, one row per sample; count "
+            "or cache outside of forward()."
+        )
 
 
 def _batch_leaves(node: fx.Node, value: Any, alike: set[int]) -> Iterator[Any]:
@@ -133,7 +156,6 @@ _NOT_PROVED = "that samples are isolated cannot be proved"
 _FIXES = (
     ("batch_norm", "call dpquant_compile.replace_batch_norm(model) before compile, or use GroupNorm"),
     ("hook", "remove the hook"),
-    ("autograd.Function", "use operators of PyTorch's"),
     ("attention", "pass inputs batch first, and set batch_first=True"),
     ("random numbers", "draw a row for each sample, as torch.rand_like(x) or dropout on x does"),
     ("loss", "return the logits, and compute the loss by the criterion given to make_private"),
@@ -200,7 +222,7 @@ class _Prover(_Recorder):
     def findings(self) -> Iterator[tuple[Mixed, str, bool]]:
         """Each mixed value that has an effect, what it reaches, and whether it is one number."""
         for written, name in self.tracker.writes:
-            yield written, f"the buffer, parameter or input {name!r}", False
+            yield written, f"the buffer, parameter, input or tensor {name.removeprefix('_const.')!r}", False
         for output in self._outputs:
             state = self.tracker.state_of(output)
             if isinstance(state, Mixed):
@@ -211,8 +233,6 @@ def _beyond_operators(gm: fx.GraphModule, node: fx.Node) -> str | None:
     """What a node does beyond the operators that run here, if that may reach the samples."""
     if node.op == "call_module" and has_hooks(gm.get_submodule(str(node.target))):
         return f"a hook on this module may do anything with the batch; {_NOT_PROVED}"
-    if "autograd_function_apply" in str(node.target):
-        return f"an autograd.Function has a backward of its own; {_NOT_PROVED}"
     return None
 
 
@@ -293,7 +313,9 @@ class _Isolation(_Tracker):
             if call.name in rules.BY_SHAPE and isinstance(source, BatchAxis):
                 return source
             if call.name in rules.BY_SHAPE or not any(isinstance(state, BatchAxis | Mixed) for state in states):
-                return self._drawn(func, call.output)
+                return self._drawn(func, call)
+            if call.name not in rules.DRAWS and not any(isinstance(state, Mixed) for state in states):
+                return self.mixed(Lost(f"no rule says that {func} draws for each sample alone"), str(func))
         if call.name in rules.BY_SHAPE:
             return Shared()
         mixed = [state for state in states if isinstance(state, Mixed)]
@@ -304,16 +326,22 @@ class _Isolation(_Tracker):
         axis = self._axis(func, call)
         return axis if isinstance(axis, BatchAxis) else self.mixed(axis or Lost("the batch is lost"), str(func))
 
-    def _drawn(self, func: Any, value: Tensor) -> State:
+    def _drawn(self, func: Any, call: OpCall) -> State:
         """The state of random numbers that were drawn without the batch: rows of the samples, or shared by them."""
+        value = call.output
         dims = [dim for dim, size in enumerate(value.shape) if size > 0 and size % self.batch == 0]
-        if self._certain and len(dims) == 1:
+        rows = call.name == "multinomial" and value.dim() == 2  # one for each row of probabilities
+        if call.name not in rules.DRAWN_APART and not rows:
+            return self.mixed(Lost("random numbers that are drawn together: each depends on the others"), str(func))
+        if self._certain and len(dims) == 1 and dims[0] in ((0,) if rows else dims):
             return BatchAxis(dims[0], 1, value.shape[dims[0]] // self.batch)
         reason = "random numbers that the samples of a micro-batch share: who shares them depends on the others"
         return self.mixed(Lost(reason), str(func))
 
     def _constant(self, func: Any, call: OpCall, states: list[State]) -> State:
         """The state of what is made without the batch."""
+        if not is_known_operator(func):
+            return self.mixed(Lost(f"no rule says what {func} does, and whether it draws random numbers"), str(func))
         first = next(iter(states), None)
         if not states:
             return Shared() if call.name in rules.FACTORIES else Rows(BatchAxis(0)) if rules.is_count(call) else None

@@ -14,7 +14,7 @@ from dpquant_compile import pipeline
 from dpquant_compile.errors import BudgetError, CaptureError
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
 from dpquant_compile.passes.capture import capture_dynamo, capture_fx
-from dpquant_compile.passes.runner import bind_inputs, op_name
+from dpquant_compile.passes.fx_utils import bind_inputs, op_name
 from tests.support.models import (
     BatchNormNet,
     Branch,

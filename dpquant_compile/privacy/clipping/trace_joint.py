@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpquant_compile.errors import IsolationError
 from dpquant_compile.passes.private.joint_facts import INPUT, TENSOR, JointFacts, keep_facts
 from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, Tracing
 
-__all__ = ["no_autocast", "trace_joint"]
+__all__ = ["no_autocast", "refuse_custom_backwards", "trace_joint"]
 
 
 def trace_joint(gm: fx.GraphModule, *, spec: JointSpec, example: Inputs, decompose: bool) -> PassResult:
@@ -69,6 +71,7 @@ class _Traced:
             self.leaves = tuple(TENSOR if isinstance(o, Tensor) else o for o in outputs)
             self.differentiable = tuple(o.requires_grad for o in tensors)
             ends = [o for o in tensors if o.requires_grad]
+            refuse_custom_backwards(ends)
             tangents = [torch.empty_like(end, memory_format=torch.contiguous_format).detach() for end in ends]
             gm = make_fx(lambda primals, tangents: self._run(primals, tangents), tracing_mode="real")(primals, tangents)
             again = decompose or any(_mutates(node) for node in gm.graph.nodes)
@@ -155,3 +158,25 @@ def _mutates(node: fx.Node) -> bool:
 
 def _rename(node: fx.Node, name: str) -> None:
     node._rename(re.sub(r"\W+", "_", name))
+
+
+def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
+    """Refuse an autograd graph with a backward that is neither PyTorch's nor this library's.
+
+    Guarantee: a second line behind `verify_isolation`, which proves forwards. What is differentiated here are operators
+    whose derivatives keep samples apart as their forwards do.
+    """
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = type(node).__name__
+        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_dpquant_"):
+            raise IsolationError(
+                f"the model has a backward of its own, {name}, of which nothing proves that it keeps samples "
+                "apart. Fix: write it in torch operators in forward(), or keep it out of the model."
+            )
+        stack.extend(following for following, _ in node.next_functions)

@@ -153,7 +153,11 @@ def check(function: Callable[[Tensor], Any], x: Tensor, axis: BatchAxis, drawn: 
     return [state for _, state in first]
 
 
-DRAWN = "native_dropout rand_like randn_like uniform_ normal_ bernoulli_ bernoulli alpha_dropout dropout".split()
+DRAWN = [
+    *"native_dropout rand_like randn_like uniform_ normal_ bernoulli_ bernoulli alpha_dropout dropout".split(),
+    *"randint_like exponential_ random_ log_normal_ cauchy_ geometric_ normal poisson rrelu_with_noise".split(),
+    *("bernoulli_ by place", "multinomial"),
+]
 
 
 @pytest.mark.parametrize("where", EVERYWHERE)
