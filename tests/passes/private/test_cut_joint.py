@@ -29,7 +29,10 @@ def test_the_record_shows_both_programs(joint: Joint) -> None:
         for line in programs["private_backward"].splitlines()
         if "torch.ops." in line
     )
-    assert_expected_inline(" ".join(calls), """dpquant.round_operand.default dpquant.private_grad_input.default aten.full.default aten.le.Scalar aten.where.self aten.mul.Tensor aten.mul.Tensor aten.expand.default aten.clone.default dpquant.weighted_grad.default aten.sum.dim_IntList aten.mul.Tensor aten.isnan.default aten.sum.default""")
+    assert_expected_inline(
+        " ".join(calls),
+        """dpquant.round_operand.default dpquant.private_grad_input.default aten.full.default aten.le.Scalar aten.where.self aten.mul.Tensor aten.mul.Tensor aten.expand.default aten.clone.default dpquant.weighted_grad.default aten.sum.dim_IntList aten.mul.Tensor aten.isnan.default aten.sum.default""",
+    )
     assert facts_of(gm).parameters == ("weight", "scale")
 
 
