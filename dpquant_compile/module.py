@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
 from dpquant_compile.sites import BatchAxis, Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
-from dpquant_compile.view import GraphView
+from dpquant_compile.view import GraphView, PrivateView
 
 __all__ = ["CompiledModule"]
 
@@ -311,7 +312,9 @@ class CompiledModule(nn.Module):
         kernels = {site.name: str(kernel_of(site, self._spec, device)) for site in self._sites}
         title = type(self._original).__name__
         low = get_format(self._spec.recipe.format).label
-        return GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title, low)
+        view = GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title, low)
+        runner = self.__dict__["_private"]
+        return view if runner is None else replace(view, private=PrivateView.build(self.trace_log(), runner.ways()))
 
     def draw(self, path: str | Path) -> Path:
         """Write the graph as an SVG drawing, sites coloured by their precision."""

@@ -15,6 +15,7 @@ from dpquant_compile.sites import SiteTable
 from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode, contract
 from dpquant_compile.view.html import render_html
 from dpquant_compile.view.layout import Layout
+from dpquant_compile.view.private_view import PrivateView
 from dpquant_compile.view.svg import place, render_svg
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class GraphView:
     """The graph of a model as a reader wants to see it: sites, other tensor ops, and the flow between them.
 
     Parameters, shape arithmetic and the compiler's own inputs are left out; see `contract`. A view is a snapshot:
-    it does not follow later changes of the model. `with_policy` shows the same graph under another policy.
+    it does not follow later changes of the model. `private` is the private program, once an engine has made one; the
+    page shows it. `with_policy` shows the same graph under another policy.
     """
 
     nodes: tuple[ViewNode, ...]
@@ -41,6 +43,7 @@ class GraphView:
     kernels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     title: str = "model"
     low: str = "FP4"
+    private: PrivateView | None = None
 
     @classmethod
     def build(
@@ -109,7 +112,7 @@ class GraphView:
         target = _checked(path, ".html", "save_html", ".htm")
         epochs = [resolve_policy(policy, self.sites.names) for policy in schedule or ()]
         page = render_html(
-            self.nodes, self.edges, self.layout, self.sites, self.policy, epochs, self.kernels, self.title
+            self.nodes, self.edges, self.layout, self.sites, self.policy, epochs, self.kernels, self.title, self.private
         )
         target.write_text(page.replace(_LOW, self.low), encoding="utf-8")
         return target

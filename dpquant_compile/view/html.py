@@ -9,6 +9,7 @@ from dpquant_compile.policy import Policy
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode
 from dpquant_compile.view.layout import Layout
+from dpquant_compile.view.private_view import PrivateView
 from dpquant_compile.view.svg import ARROWS, STYLE, extent, render_graph
 from dpquant_compile.view.template import fill_template, read_resource
 
@@ -26,8 +27,12 @@ def render_html(
     epochs: Sequence[Policy],
     kernels: Mapping[str, str],
     title: str,
+    private: PrivateView | None = None,
 ) -> str:
-    """The page. With `epochs` it has a slider over them and starts at the first, else it shows `policy`."""
+    """The page. With `epochs` it has a slider over them and starts at the first, else it shows `policy`.
+
+    With `private` a button opens the private program.
+    """
     data = {
         "title": title,
         "extent": extent(nodes, edges, placed),
@@ -35,6 +40,7 @@ def render_html(
         "scheduled": bool(epochs),
         "epochs": [_epoch(each) for each in epochs or [policy]],
         "nodes": [_node(node, placed, sites, kernels) for node in nodes],
+        "private": None if private is None else private.to_json(),
     }
     parts = {
         "title": escape(title),

@@ -220,13 +220,65 @@ function play(on) {
 }
 $("play").onclick = () => play(playing === null);
 
+// The private program: passes, parameters, and the lines of forward and backward
+function element(tag, text = "", name = "") {
+  return Object.assign(document.createElement(tag), { textContent: text, className: name });
+}
+function fillPrivate() {
+  const { passes, programs, parameters } = data.private, parts = [], places = new Map();
+  const code = programs.map(([name, lines]) => {
+    const list = element("ol", "", "code");
+    lines.forEach(([text, kind], i) => {
+      const item = element("li", text, kind);
+      item.tabIndex = kind ? 0 : -1;
+      if (kind) places.set(text.split(" = ")[0].trim(), item);
+      item.id = `${name}-${i + 1}`;
+      list.append(item);
+    });
+    return [element("h2", `${name}: ${lines.length} lines`), list];
+  });
+  const legend = element("p", "Per-sample norms, then clip factors of them, then sums weighted by the factors: ");
+  for (const [kind, text] of [["norms", "squared norms"], ["factors", "clip factors"], ["sums", "clipped sums"]])
+    legend.append(element("span", text, `kind ${kind}`), " ");
+  const table = element("table"), head = element("tr");
+  head.append(...["parameter", "used by", "per-sample gradients", "computed at"].map((text) => element("th", text)));
+  table.append(head, ...parameters.map(([name, used, way]) => {
+    const row = element("tr"), where = element("td");
+    for (const prefix of ["squared_norms", "clipped_sum"]) {
+      const item = places.get(`${prefix}_${name.replace(/\W+/g, "_")}`);
+      if (item) where.append(Object.assign(element("a", prefix.split("_")[1]), { href: `#${item.id}`, onclick: (event) => {
+        event.preventDefault();
+        item.focus();
+        item.scrollIntoView({ block: "center" });
+      } }), " ");
+    }
+    row.append(element("td", name), element("td", used), element("td", way), where);
+    return row;
+  }));
+  const steps = element("ol");
+  steps.append(...passes.map((text) => element("li", text)));
+  parts.push(element("h2", "Parameters"), legend, table, element("h2", "Passes"), steps, ...code.flat());
+  $("private").replaceChildren(...parts);
+}
+function showPrivate(on) {
+  if (on && !$("private").childElementCount) fillPrivate();
+  $("private").hidden = !on;
+  $("open-private").setAttribute("aria-expanded", on);
+  $("open-private").textContent = on ? "graph" : "private program";
+  state.private = on;
+  writeLink();
+}
+$("open-private").hidden = !data.private;
+$("open-private").onclick = () => showPrivate($("private").hidden);
+
 // Keyboard
 document.addEventListener("keydown", (event) => {
   const typing = event.target === $("search");
   const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
   if (event.key === "Escape") {
     if (typing) $("search").blur();
-    if (state.node) pick(null);
+    if (state.private) showPrivate(false);
+    else if (state.node) pick(null);
     else if (state.search) search($("search").value = "");
   } else if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   else if (event.key === "/") $("search").focus();
@@ -258,6 +310,7 @@ function writeLink() {
   if (data.scheduled) link.set("epoch", state.epoch);
   if (state.node) link.set(state.node.site === undefined ? "node" : "site", state.node.site ?? state.node.id);
   if (state.search) link.set("search", state.search);
+  if (state.private) link.set("private", 1);
   history.replaceState(null, "", "#" + link);
 }
 function readLink() {
@@ -268,6 +321,7 @@ function readLink() {
   const wanted = data.nodes.find((node) => (link.has("site") && node.site === link.get("site")) || node.id === link.get("node"));
   pick(wanted ?? null);
   if (wanted) centreOn(wanted);
+  if (data.private) showPrivate(link.has("private"));
   reading = false;
 }
 $("heat").setAttribute("aria-label", `Policy of each of ${E} epochs over ${n} sites`);

@@ -20,7 +20,9 @@ from tests.support.processes import on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-MINE = "plain_loop opacus_migration bert_frozen own_scheduler own_format reading_a_graph resuming".split()
+MINE = (
+    "plain_loop opacus_migration bert_frozen own_scheduler own_format reading_a_graph private_program resuming".split()
+)
 
 Run = Callable[..., str]
 
@@ -167,6 +169,16 @@ def test_own_format_is_sound_and_in_use(run: Run) -> None:
     assert decibels["square4"] > decibels["luq_fp4"] + 2, "its levels are closer to each other"
     assert min(float(row[3]) for row in rows) > 25, "two epochs are far above chance, which is 10%"
     assert "3 of 3 sites in square4" in printed and "reference (emulated)" in printed
+
+
+def test_private_program_shows_where_clipping_happens(run: Run, tmp_path: Path) -> None:
+    forward, backward = (
+        run("private_program", "--out", str(tmp_path / "page")).split("== private_forward")[1].split("== ")
+    )
+    assert "\nnone" in forward
+    found = re.findall(r"^(squared_norms|clip_factors|clipped_sum)", backward, re.MULTILINE)
+    assert found == 6 * ["squared_norms"] + ["clip_factors"] + 6 * ["clipped_sum"]
+    assert (tmp_path / "page" / "private.html").exists()
 
 
 def test_reading_a_graph_answers_its_questions(run: Run, tmp_path: Path) -> None:

@@ -24,14 +24,24 @@ def test_the_record_shows_both_programs(joint: Joint) -> None:
     gm = run_passes(joint(), (tag_forward, partial(cut_joint, recompute=False)), origin="trace_joint", log=log)
     programs = called_programs(log[-1].after)
     assert list(programs) == ["private_forward", "private_backward"] and "weighted_grad" in log[-1].before
-    calls = (
-        line.split("torch.ops.")[1].split("(")[0]
-        for line in programs["private_backward"].splitlines()
-        if "torch.ops." in line
-    )
+    lines = [line for line in programs["private_backward"].splitlines() if "torch.ops." in line]
     assert_expected_inline(
-        " ".join(calls),
-        """dpquant.round_operand.default dpquant.private_grad_input.default aten.full.default aten.le.Scalar aten.where.self aten.mul.Tensor aten.mul.Tensor aten.expand.default aten.clone.default dpquant.weighted_grad.default aten.sum.dim_IntList aten.mul.Tensor aten.isnan.default aten.sum.default""",
+        "\n".join(line.split("torch.ops.")[1].split("(")[0] for line in lines),
+        """\
+dpquant.round_operand.default
+dpquant.private_grad_input.default
+aten.full.default
+aten.le.Scalar
+aten.where.self
+aten.mul.Tensor
+aten.mul.Tensor
+aten.expand.default
+aten.clone.default
+dpquant.weighted_grad.default
+aten.sum.dim_IntList
+aten.mul.Tensor
+aten.isnan.default
+aten.sum.default""",
     )
     assert facts_of(gm).parameters == ("weight", "scale")
 
