@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.graph_compile import AotGraph, Recorder, lower
 from dpquant_compile.errors import CaptureError, NotCapturedError
+from dpquant_compile.held_values import held_values
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.passes.batch.track_batch import batch_size, without_hooks
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
@@ -25,7 +26,7 @@ from dpquant_compile.passes.snapshot import Snapshot, Writes
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["MODULE_INTERNALS", "Program", "Programs", "mark_batch_dynamic", "plain_attributes", "site_axes"]
+__all__ = ["Program", "Programs", "mark_batch_dynamic", "site_axes"]
 
 Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 
@@ -41,7 +42,7 @@ class Program:
     any_batch    whether it holds for all batch sizes, or only for the one it was captured with
     example      arguments of the first call, without their data
     traced_from  the trace it was made of; programs of one trace may be shared between shapes
-    attributes   the numbers and texts that modules held as plain attributes at capture: constants of the graph
+    attributes   `held_values` at capture: constants of the graph
     """
 
     base: fx.GraphModule
@@ -177,7 +178,7 @@ class Programs:
         kind = (self._mode(), given)
         if kind not in self._traced:
             gm = capture_fx(self.original, given)
-            self._traced_with[kind] = plain_attributes(self.original)
+            self._traced_with[kind] = held_values(self.original)
             self._traced[kind] = gm if isinstance(gm, CaptureError) else pipeline.canonical(gm, self.log)
         return self._traced[kind]
 
@@ -208,7 +209,7 @@ class Programs:
             gm = gm if wrong is None else CaptureError(wrong)
         source = gm
         if isinstance(gm, CaptureError):
-            attributes = plain_attributes(self.original)
+            attributes = held_values(self.original)
             captured, any_batch = capture_dynamo(
                 self.original, *_at_least_two((args, kwargs), batch_size(args, kwargs))
             )
@@ -221,7 +222,8 @@ class Programs:
             any_batch = False  # a model that holds for one batch size only, because it writes that size as a number
             gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
         for key, program in self._programs.items() if traced and any_batch else ():
-            if key[:2] == kind and program.traced_from is source and site_axes(program.base) == site_axes(gm):
+            alike = site_axes(program.base) == site_axes(gm) and _rows(program.base) == _rows(gm)
+            if key[:2] == kind and program.traced_from is source and alike:
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
         switch = partial(pipeline.rewritten, gm, table, rows, str(self.spec.recipe), self.log)
@@ -237,19 +239,6 @@ class Programs:
 
 
 _NONE = object()
-_PLAIN = (bool, int, float, complex, str, bytes)
-MODULE_INTERNALS = frozenset(vars(nn.Module()))  # what torch keeps in every module: hooks, modes, parameters
-
-
-def plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """The numbers and texts that modules hold as plain attributes, those in lists, tuples and dicts too."""
-    found: dict[str, Any] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, value in vars(module).items():
-            if name not in MODULE_INTERNALS:
-                leaves = tree_flatten_with_path(value)[0]
-                found |= {f"{prefix}.{name}{keystr(at)}".lstrip("."): v for at, v in leaves if isinstance(v, _PLAIN)}
-    return found
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -340,6 +329,11 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Ha
                 yield (type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf))
 
     return (spec, tuple(describe()))
+
+
+def _rows(gm: fx.GraphModule) -> list[Any]:
+    """Which leaves of each argument have a row per sample."""
+    return [node.meta["batch_leaves"] for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def site_axes(gm: fx.GraphModule) -> tuple[Any, ...]:

@@ -1,127 +1,154 @@
 """`Constants`: what a private program reads beside the batch and trained parameters, fixed before any batch is seen.
 
-A number, a tensor without a row per sample, a buffer, a frozen parameter or a plain attribute of the model is alike for
-all samples of a batch. If it was made of the batch, each sample's gradient depends on all of them, and clipping bounds
-nothing.
+A number, a tensor without a row per sample, a buffer, a frozen parameter, an attribute or a global variable is alike
+for all samples of a batch. If it was made of the batch, each sample's gradient depends on all of them, and clipping
+bounds nothing. The same holds for the structure, types and shapes of arguments: see `CallStructure`.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.held_values import MODULE_INTERNALS, held_values, same_values
 from dpquant_compile.passes.fx_utils import read_attribute
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
-from dpquant_compile.programs import MODULE_INTERNALS, plain_attributes
+from dpquant_compile.privacy.call_structure import CallStructure
 
-__all__ = ["Constants"]
+__all__ = ["Constants", "FrozenValues"]
+
+
+class FrozenValues:
+    """`held_values` of a model or a loss as they were at `freeze`."""
+
+    def __init__(self, root: Any, of: str) -> None:
+        self._root = root
+        self._of = of
+        self.freeze()
+
+    def freeze(self) -> None:
+        """Take the values as they are now."""
+        self._values = held_values(self._root)
+
+    def take_over(self, prefixes: Collection[str]) -> None:
+        """Take those of some modules as they are now; what they had before is forgotten."""
+        now = held_values(self._root)
+        taken = tuple(f"{prefix}." if prefix else "" for prefix in prefixes)
+        kept = {name: value for name, value in self._values.items() if not name.startswith(taken)}
+        self._values = kept | {name: value for name, value in now.items() if name.startswith(taken)}
+
+    def check(self, values: Mapping[str, Any] | None = None) -> None:
+        """Refuse values, those of now if none are given, that differ from the frozen ones."""
+        name = same_values(self._values, held_values(self._root) if values is None else values)
+        if name is not None:
+            kind, _, rest = name.partition(" ")
+            known = {"global": "global variable", "class": "class attribute", "variable": "variable"}
+            what = f"{known[kind]} {rest!r} that is read by the code" if kind in known else f"attribute {name!r}"
+            raise PrivateTrainingError(changed(what, self._of))
 
 
 class Constants:
     """The constants of one run.
 
-    declared   arguments of forward() that have no row per sample, by name, with the value that every call gives
+    declared        arguments of forward() that have no row per sample, by name, with the value that every call gives
+    varying_shapes  whether rows may have other sizes from call to call
 
     Guarantee: a training forward or an analysis that passes the checks reads nothing but trained parameters, rows of
-    its own samples, and values that were fixed at `freeze`, before the run read any batch. Tensors that lie in neither
-    modules nor arguments (globals, objects of other kinds) are fixed at the first forward that reads them.
+    its own samples, and values that were fixed at `freeze`, before the run read any batch. The structure of its
+    arguments is that of the first call of its kind. Tensors that no `held_values` are found to hold (in libraries'
+    globals or behind extension types) are fixed at the first call of a kind that reads them.
     """
 
-    def __init__(self, model: nn.Module, declared: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, declared: Mapping[str, Any], varying_shapes: bool = False) -> None:
         self._model = model
         self._signature = inspect.signature(model.forward)
-        known = self._signature.parameters
-        open_ended = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in known.values())
-        for name in declared:
-            if name not in known and not open_ended:
-                raise PrivacySpecError(
-                    f"constant_inputs names {name!r}, which is no argument of forward(): choose of {', '.join(known)}"
-                )
-        self._declared = {
-            name: tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, value)
-            for name, value in declared.items()
-        }
-        self._tensors: dict[str, Tensor | str] = {}  # a copy, or the fingerprint of a frozen parameter
-        self._attributes: dict[str, Any] = {}
+        check_names(declared, self._signature, "forward()")
+        self._calls = CallStructure("the model", declared, varying_shapes)
+        self._frozen = FrozenValues(model, "the model")
+        self._tensors: dict[str, str] = {}  # fingerprints
+        self._read: dict[str, str] = {}  # of tensors that no module holds, by kind of call and name in the graph
         self._holders: list[tuple[str, nn.Module, str]] = []
-        self._given: dict[str, frozenset[str]] = {}
         self.freeze()
 
     def freeze(self) -> None:
-        """Take tensors and attributes as they are now: when the run begins, and when a checkpoint was loaded."""
+        """Take tensors and attributes as they are now: when the run begins."""
         self._holders = self._find_holders()
-        self._tensors = {name: _kept(tensor) for name, tensor in self._named_tensors()}
-        self._attributes = plain_attributes(self._model)
+        self._tensors = {name: fingerprint([tensor]) for name, tensor in self._named_tensors()}
+        self._frozen.freeze()
+
+    def take_loaded(self, names: Collection[str]) -> None:
+        """Take what a checkpoint has set, parameters and buffers by these names; all else stays as at `freeze`."""
+        own = dict(self._named_tensors())
+        self._tensors |= {name: fingerprint([own[name]]) for name in names if name in own}
+        extra = [name.removesuffix("_extra_state").removesuffix(".") for name in names if name.endswith("_extra_state")]
+        if extra:  # set_extra_state() of these modules may have set any attribute
+            self._frozen.take_over(extra)
 
     def check_call(
         self, base: fx.GraphModule, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
     ) -> None:
-        """Refuse inputs without a row per sample that were not declared, or have another value than declared.
+        """Refuse inputs without a row per sample that were not declared, and calls of another structure.
 
         `given` holds the call's values by placeholder of `base`, which `track_batch` has told rows apart in. `args` and
-        `kwargs` are the call's without what is at its default. `what` names the kind of call: all of one kind must give
-        the same arguments.
+        `kwargs` are the call's without what is at its default. `what` names the kind of call: all of one kind must have
+        the same structure.
         """
-        rows: set[int] = set()
+        rows: dict[int, Tensor] = {}
         read: set[int] = set()
         placeholders = (node for node in base.graph.nodes if node.op == "placeholder")
         for node, value in zip(placeholders, given, strict=True):
             leaves = tree_leaves(value)
             read |= {id(leaf) for leaf in leaves}
-            rows |= {id(leaf) for leaf, batched in zip(leaves, node.meta["batch_leaves"], strict=True) if batched}
-        arguments = [(name, tree_flatten_with_path(value)[0]) for name, value in self._named(args, kwargs)]
-        for name, found in arguments:
-            for path, leaf in found:
-                if leaf is None or id(leaf) in rows or (isinstance(leaf, Tensor) and id(leaf) not in read):
-                    continue
-                self._check_leaf(name, path, leaf)
-        for name, value in self._declared.items():
-            if name not in dict(arguments) and not _same(self._default(name), value):
-                raise PrivateTrainingError(
-                    f"argument {name!r} of the model is left out, or at its default, though constant_inputs= declares "
-                    "another value: it may be made of the batch. Fix: give the declared value in every call"
-                )
-        present = frozenset(name for name, found in arguments if any(leaf is not None for _, leaf in found))
-        if present != self._given.setdefault(what, present):
-            changed = sorted(present ^ self._given[what])
-            raise PrivateTrainingError(
-                f"argument {changed[0]!r} of the model is given in some calls and left out, or None, in others. If the "
-                "batch decides it, samples reach each other through it. Fix: give it in every call, or in none"
-            )
+            rows |= {id(leaf): leaf for leaf, batched in zip(leaves, node.meta["batch_leaves"], strict=True) if batched}
+        batch = {leaf.shape[0] for leaf in rows.values()}
 
-    def check_read(self, base: fx.GraphModule, targets: Sequence[str], trained: Mapping[str, nn.Parameter]) -> None:
+        def sizes(_: str, leaf: Any) -> tuple[Any, ...] | None:
+            if id(leaf) in rows:
+                return tuple(leaf.shape[1:])
+            if isinstance(leaf, Tensor) and id(leaf) not in read:  # its shape may have been read all the same
+                return tuple(leaf.shape[1:]) if leaf.dim() and leaf.shape[0] in batch else ("whole", *leaf.shape)
+            return None
+
+        arguments = dict(named_arguments(self._signature, args, kwargs))
+        for name in self._calls.declared:
+            if name not in arguments:
+                self._calls.check_default(name, self._default(name))
+        self._calls.check(what, list(arguments.items()), sizes)
+
+    def check_read(
+        self, base: fx.GraphModule, targets: Sequence[str], trained: Mapping[str, nn.Parameter], what: str
+    ) -> None:
         """Refuse tensors of the model, but for trained parameters, that changed since the run began.
 
-        `targets` are those that the program reads. By their contents: what is written through `.data` leaves no trace.
+        `targets` are those that the program reads in a call of the kind `what`. By their contents: what is written
+        through `.data` leaves no trace. Tensors that no module holds are known by their names in the graph, so a graph
+        that is captured anew must have the same.
         """
         ours = {id(parameter) for parameter in trained.values()}
         for name, tensor in self._named_tensors():
-            if id(tensor) not in ours and (name not in self._tensors or not _is_kept(self._tensors[name], tensor)):
+            if id(tensor) not in ours and self._tensors.get(name) != fingerprint([tensor]):
                 kind = "buffer" if name in dict(self._model.named_buffers()) else "parameter or attribute"
-                raise PrivateTrainingError(_changed(f"{kind} {name!r}"))
-        for target in targets:  # tensors that no module holds
+                raise PrivateTrainingError(changed(f"{kind} {name!r}", "the model"))
+        for target in targets:
             if target.startswith("_const."):
-                tensor = read_attribute(base, target)
-                if not _is_kept(self._tensors.setdefault(f"{id(base)} {target}", _kept(tensor)), tensor):
-                    raise PrivateTrainingError(_changed(f"tensor {target.removeprefix('_const.')!r}"))
+                now = fingerprint([read_attribute(base, target)])
+                if self._read.setdefault(f"{what} {target}", now) != now:
+                    raise PrivateTrainingError(changed(f"tensor {target.removeprefix('_const.')!r}", "the model"))
 
     def check_attributes(self, captured: Mapping[str, Any]) -> None:
-        """Refuse a graph that was captured with other plain attributes than the run began with: it holds them.
+        """Refuse a graph that was captured with other values than the run began with: it holds them. And those of now.
 
-        For once in the life of a program, since it looks at every attribute of every module.
+        For once in the life of a program, since it looks at all that the model holds.
         """
         then = {(id(module), name) for _, module, name in self._holders}
         for prefix, module, name in self._find_holders():
             if (id(module), name) not in then:
-                raise PrivateTrainingError(_changed(f"attribute {f'{prefix}.{name}'.lstrip('.')!r}"))
-        for name in {*captured, *self._attributes}:
-            held = name in captured and name in self._attributes
-            if not held or not _same(self._attributes[name], captured[name]):
-                raise PrivateTrainingError(_changed(f"attribute {name!r}"))
+                raise PrivateTrainingError(changed(f"attribute {f'{prefix}.{name}'.lstrip('.')!r}", "the model"))
+        self._frozen.check(captured)
+        self._frozen.check()
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, buffers, and tensors that modules hold as plain attributes, where any did at `freeze`."""
@@ -141,65 +168,50 @@ class Constants:
             if name not in MODULE_INTERNALS and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         ]
 
-    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        try:
-            bound = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:  # the model's own forward says what is wrong
-            return
-        for name, value in bound.items():
-            kind = self._signature.parameters[name].kind
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                yield from value.items()
-            elif kind is inspect.Parameter.VAR_POSITIONAL:
-                yield from ((f"{name}[{i}]", one) for i, one in enumerate(value))
-            else:
-                yield name, value
-
     def _default(self, name: str) -> Any:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 
-    def _check_leaf(self, name: str, path: Any, leaf: Any) -> None:
-        what = f"input {name + keystr(path)!r} of the model"
-        kind = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        if name not in self._declared:
-            raise PrivateTrainingError(
-                f"{what} is {kind} without a row per sample. If it is made of the batch, samples reach each other "
-                "through it. Fix: give it one row per sample; or, if it does not depend on the data, declare it before "
-                f"the first batch: make_private(..., constant_inputs={{{name!r}: value}})"
+
+def named_arguments(
+    signature: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call by name; by place where the signature does not take them, as under a decorator."""
+    try:
+        bound = {} if signature is None else signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        bound = {}
+    if signature is None or (not bound and (args or kwargs)):
+        yield from ((f"args[{i}]", value) for i, value in enumerate(args))
+        yield from kwargs.items()
+        return
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((f"{name}[{i}]", one) for i, one in enumerate(value))
+        else:
+            yield name, value
+
+
+def check_names(declared: Collection[str], signature: inspect.Signature | None, what: str, prefix: str = "") -> None:
+    """Refuse declared constants that a signature has no argument for."""
+    known = {} if signature is None else signature.parameters
+    if signature is None or any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in known.values()):
+        return
+    for name in declared:
+        if name not in known:
+            raise PrivacySpecError(
+                f"constant_inputs names {prefix + name!r}, which is no argument of {what}: choose of "
+                f"{', '.join(prefix + n for n in known)}"
             )
-        wanted = dict(tree_flatten_with_path(self._declared[name])[0])
-        if path not in wanted or not _same(wanted[path], leaf):
-            raise PrivateTrainingError(
-                f"{what} has another value than constant_inputs= declared for it, so it may be made of the batch. Fix: "
-                "give the declared value in every call, or one row per sample"
-            )
 
 
-def _kept(tensor: Tensor) -> Tensor | str:
-    """What a tensor is compared with later. Parameters may be large, and are not copied."""
-    if isinstance(tensor, nn.Parameter):
-        return f"{tuple(tensor.shape)} {tensor.dtype} {fingerprint([tensor])}"
-    with torch.inference_mode(False):
-        return tensor.detach().clone()
-
-
-def _is_kept(kept: Tensor | str, tensor: Tensor) -> bool:
-    return kept == _kept(tensor) if isinstance(kept, str) else _same(kept, tensor)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-        return alike and (torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
-    return type(a) is type(b) and (a is b or bool(a == b) or (a != a and b != b))
-
-
-def _changed(what: str) -> str:
+def changed(what: str, of: str) -> str:
+    """The refusal of a value that is not what it was."""
     return (
-        f"{what} of the model changed since make_private. If its value is made of the batch, samples reach each other "
-        "through it. Fix: give such values to forward() with one row per sample; set what does not depend on the data "
-        "before make_private, or call make_private again after the change"
+        f"{what} of {of} changed since make_private. If its value is made of the batch, samples reach each other "
+        "through it. Fix: give such values as arguments with one row per sample; set what does not depend on the data "
+        "before make_private, or, after the change, call model.recapture() and make_private again"
     )

@@ -129,6 +129,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         noise_generator: torch.Generator | None = None,
         rand_on_empty: bool = False,
         constant_inputs: Mapping[str, Any] | None = None,
+        varying_shapes: bool = False,
         **unknown: Any,
     ) -> Any:
         """Private versions of module, optimizer, criterion and loader, in this order; without a criterion three.
@@ -143,10 +144,14 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         noise_generator          noise and rounding are reproducible from this generator's next number; not in secure
                                  mode
         constant_inputs          arguments of forward() that have no row per sample (a mask of positions, a flag), by
-                                 name, with the value that every call gives; others without rows are refused
+                                 name, with the value that every call gives; others without rows are refused. Those
+                                 of the criterion's call are named "criterion.<name>"
+        varying_shapes           whether rows of inputs may have other sizes from call to call; the statement says so.
+                                 Not for batches that are padded to their longest sample: pad to a fixed length
 
         The rest is as in Opacus.
         """
+        self.ledger.check_open()
         validate.refuse_unknown(unknown)
         if not batch_first:
             raise PrivacySpecError("batch_first=False: a compiled model takes dimension 0 of its inputs for the batch")
@@ -170,7 +175,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             physical,
             wrapped.reduction != "sum" if wrapped else reduction == "mean",
             step=step,
-            constant_inputs=constant_inputs,
+            constant_inputs=validate.pin_criterion(wrapped, constant_inputs or {}, varying_shapes),
+            varying_shapes=varying_shapes,
         )
         hooks = _RunHooks(self, session)
         secure = self.secure_mode and poisson_sampling
@@ -200,7 +206,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             secure_mode=self.secure_mode,
             world=world,
         )
-        self.ledger.standing = validate.caveats(self.secure_mode, poisson_sampling)
+        self.ledger.standing = validate.caveats(self.secure_mode, poisson_sampling, varying_shapes)
         session.attach(SecretBits(noise.derived_key(_BITS), world.rank))
         self._run = Run(
             step=step,
@@ -341,7 +347,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """
         checkpoint.load_into(self, state, replay and not self.secure_mode)
         self._share_bits()
-        self.session.constants.freeze()
+        self.session.constants.take_loaded(state["model"])
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
         """Write `state_dict()`, whole or not at all; `checkpoint_dict` is for what else should be in it.

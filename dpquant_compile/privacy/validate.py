@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from dpquant_compile.errors import IsolationError, PrivacySpecError
 from dpquant_compile.module import CompiledModule
-from dpquant_compile.privacy.data.criterion import PrivateCriterion
+from dpquant_compile.privacy.data.criterion import CONSTANT_PREFIX, PrivateCriterion
 from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.run import Step
 from dpquant_compile.spec import CompileSpec
@@ -28,6 +28,7 @@ __all__ = [
     "check_world",
     "compiled_module",
     "least_noise",
+    "pin_criterion",
     "reduction_of",
     "refuse_batch_norm",
     "refuse_unknown",
@@ -133,6 +134,20 @@ def _rows(model: nn.Module, step: Step) -> int | None:
     return step.rows if model.training and torch.is_grad_enabled() else None
 
 
+def pin_criterion(
+    criterion: PrivateCriterion | None, constants: Mapping[str, Any], varying_shapes: bool
+) -> dict[str, Any]:
+    """Fix what the loss reads beside its samples; the constants that are not the loss' but the model's."""
+    own = {n.removeprefix(CONSTANT_PREFIX): v for n, v in constants.items() if n.startswith(CONSTANT_PREFIX)}
+    if criterion is not None:
+        criterion.pin(own, varying_shapes)
+    elif own:
+        raise PrivacySpecError(
+            f"constant_inputs names {CONSTANT_PREFIX + next(iter(own))!r}, but make_private was given no criterion"
+        )
+    return {name: value for name, value in constants.items() if not name.startswith(CONSTANT_PREFIX)}
+
+
 def least_noise(target: tuple[float, float], q: float, steps: int, accountant: str) -> float:
     """The least noise multiplier that keeps `steps` steps of training alone within (ε, δ)."""
     with warnings.catch_warnings():
@@ -159,14 +174,22 @@ DRAWS_RANDOM = (
 )
 
 
-def caveats(secure: bool, poisson: bool = True) -> tuple[str, ...]:
-    """What a run's statement must say of its randomness."""
+VARYING_SHAPES = (
+    "batches could have any shape. Where a batch is padded to its longest sample, one sample's length reaches the "
+    "gradients of the others: the claim holds if shapes do not depend on private data"
+)
+
+
+def caveats(secure: bool, poisson: bool = True, varying_shapes: bool = False) -> tuple[str, ...]:
+    """What a run's statement must say of its randomness and of its batches."""
+    varied = (VARYING_SHAPES,) if varying_shapes else ()
     chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
     shuffled = () if poisson else (chosen,)
     if secure:
-        return shuffled
+        return (*shuffled, *varied)
     return (
         *shuffled,
+        *varied,
         "secure_mode was off, so whoever knows or guesses the seed of this run can repeat its noise. The claim "
         "holds for those who do not; train with secure_mode=True what is to be released",
     )

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("passes",),
     ("link_table", "pipeline", "spec", "view"),
-    ("programs", "variants", "explain", "engine_interface"),
+    ("held_values", "programs", "variants", "explain", "engine_interface"),
     ("module", "torch_compile"),
     ("privacy",),
     ("api", "perf"),

@@ -19,6 +19,7 @@ from dpquant_compile import pipeline
 from dpquant_compile.backends.ops.private_site import empty_packed, pack_weight
 from dpquant_compile.engine_interface import Internals
 from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.held_values import value_key
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.passes.batch.track_batch import batch_size
@@ -64,6 +65,7 @@ class Session:
     mean        whether the loss is a mean over the batch, so that gradients come divided by its size
     step        the order of a logical batch, which says what may run and which sums may leave
     constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
+    varying_shapes   whether rows may have other sizes from call to call
 
     Guarantee: a sum holds each sample's gradient once, clipped as a whole, so that adding or removing a sample moves it
     by at most `sensitivity`. It has no noise, must stay secret, and leaves by `take_sums` alone, when `step` allows it.
@@ -79,19 +81,20 @@ class Session:
         *,
         step: Step,
         constant_inputs: Mapping[str, Any] | None = None,
+        varying_shapes: bool = False,
     ) -> None:
         self.model = model
         self.bits: SecretBits  # from `attach`, without which nothing runs
         self.step = step
         self.internals: Internals = model.internals()
-        self.constants = Constants(self.internals.original, constant_inputs or {})
+        self.constants = Constants(self.internals.original, constant_inputs or {}, varying_shapes)
         self.parameters = dict(parameters)
         self.clipping = clipping
         self.physical = physical
         self.mean = mean
         self.dropped = 0
         self._used: set[str] = set()
-        self._programs: dict[int, tuple[Program, PrivateProgram]] = {}
+        self._programs: dict[Hashable, tuple[Program, PrivateProgram]] = {}
         self._forwards = (0, 0)  # (step, forwards of that step so far)
         self._sums: dict[str, Tensor] = {}
         self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
@@ -213,7 +216,7 @@ class Session:
         table = self.internals.begin(self.physical, self._ids(size), self.bits)
         inputs = self._inputs(program, given, size, table, self._scale(forward.bound))
         private = self._private(program, inputs, (args, kwargs))
-        self.constants.check_read(program.base, private.spec.attributes, self.parameters)
+        self.constants.check_read(program.base, private.spec.attributes, self.parameters, "training")
         call = _Call(self, private, size, forward)
         apply: Any = _Run.apply
         with self._random_operators(private, table.keys.device):
@@ -311,17 +314,18 @@ class Session:
         return weights
 
     def _private(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
-        if id(program) not in self._programs:
+        key = (id(program), value_key(inputs.args))  # numbers and shapes are constants of a compiled program
+        if key not in self._programs:
             # Bounds, noise and seeds are no part of a program, so a second run of the same model finds it compiled.
             held = tuple(self.parameters), _tensors(self.internals.original)
-            kind = (id(program), self.clipping.mode, self.physical, held)
+            kind = (*key, self.clipping.mode, self.physical, held)
             kept = self.internals.programs.private
             if kind not in kept:
                 kept[kind] = (program, self._built(program, inputs, call))
             self.constants.check_attributes(program.attributes)
-            self._programs[id(program)] = kept[kind]
+            self._programs[key] = kept[kind]
             self._used |= set(kept[kind][1].spec.order)
-        return self._programs[id(program)][1]
+        return self._programs[key][1]
 
     def _built(self, program: Program, inputs: Inputs, call: tuple[Any, Any]) -> PrivateProgram:
         trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}

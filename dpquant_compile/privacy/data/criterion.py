@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.privacy.accounting.replay_check import fingerprint
+from dpquant_compile.privacy.call_structure import CallStructure
+from dpquant_compile.privacy.constants import FrozenValues, changed, check_names, named_arguments
 from dpquant_compile.privacy.hooks import refuse_hooks
 
-__all__ = ["PrivateCriterion"]
+__all__ = ["CONSTANT_PREFIX", "PrivateCriterion"]
+
+CONSTANT_PREFIX = "criterion."  # before the names of the loss' arguments in constant_inputs=
 
 REDUCTIONS = ("mean", "sum", "none", "batchmean")
 
@@ -39,8 +45,12 @@ class PrivateCriterion(nn.Module):
     `samples` gives the number of samples in the batch where that is known: the loss must have as many rows. Where it
     is not (None), the loss must have as many rows as the first or second tensor of the call.
 
-    `verify` compares, at the first call with two samples or more, each sample's loss in the batch with that in a part
-    of the batch. This finds a loss that mixes samples, but is a check on these samples and not a proof.
+    `verify` compares, at the first call with two samples or more and now and then after it, each sample's loss in the
+    batch with that in a part of the batch. This finds a loss that mixes samples, but is a check on these samples and
+    not a proof.
+
+    Guarantee: after `pin`, a loss that is trained on, and `per_sample`, which analyses use, read rows of samples and
+    values that were fixed at `pin`, before any batch was read. Calls differ in the contents of rows alone.
     """
 
     def __init__(
@@ -54,9 +64,16 @@ class PrivateCriterion(nn.Module):
         # torch.compile's wrapper hands attributes on to the module inside: a copy of it has no reduction of its own.
         self.criterion: Any = getattr(criterion, "_orig_mod", criterion)
         self.samples = samples
-        self.verify = verify  # still to do
+        self.verify = verify  # whether it is due at the next call
+        self._verifies = verify
+        self._calls = 0  # with two samples or more
+        self._by_item: dict[str, bool] = {}  # whether an argument is a list with one entry per sample
+        self._tensors: dict[str, str] = {}
+        self._structure: CallStructure | None = None
+        self._frozen: FrozenValues | None = None
         self._settable = hasattr(self.criterion, "reduction")  # else `reduction` is a keyword of the call
-        self._defaults = _defaults(self.criterion)
+        self._signature = _signature(self.criterion)
+        self._defaults = {n: p.default for n, p in self._signature.parameters.items()} if self._signature else {}
         if not self._settable and "reduction" not in self._defaults:
             raise PrivacySpecError(
                 f"{self._name} has no reduction that can be set to 'none', so the loss of each sample is not known. "
@@ -74,9 +91,22 @@ class PrivateCriterion(nn.Module):
             )
         self.reduction: str = reduction
 
+    def pin(self, declared: Mapping[str, Any], varying_shapes: bool = False) -> None:
+        """Fix what the loss reads beside rows of samples: what it holds now, and arguments that are declared.
+
+        See `CallStructure` for what calls must have in common from now on.
+        """
+        check_names(declared, self._signature, self._name, CONSTANT_PREFIX)
+        self._structure = CallStructure("the criterion", declared, varying_shapes, CONSTANT_PREFIX)
+        innermost = self.criterion
+        while isinstance(innermost, PrivateCriterion):
+            innermost = innermost.criterion
+        self._frozen = FrozenValues(innermost, "the criterion")
+        self._tensors = self._fingerprint()
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
-        losses = self._checked(args, kwargs)
+        losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else None)
         if self.reduction == "none":
             return losses
         total = self._shares(losses, args, kwargs).sum()
@@ -84,15 +114,66 @@ class PrivateCriterion(nn.Module):
 
     def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
         """Each sample's own loss, [B]: what `forward` adds up."""
-        losses = self._shares(self._checked(args, kwargs), args, kwargs)
+        losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else "analysis")
+        losses = self._shares(losses, args, kwargs)
         return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
-    def _checked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def _checked(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str | None) -> Tensor:
+        """The losses of a call; of a kind None, an evaluation, nothing is used that must be private."""
+        if kind is not None:
+            self._check_held()
         losses = self._with_rows(self._unreduced(args, kwargs), [*args, *kwargs.values()])
-        if self.verify and len(losses) > 1:
-            self._compare_with_parts(losses.detach(), args, kwargs)
-            self.verify = False
+        if kind is not None:
+            self._check_structure(len(losses), args, kwargs, kind)
+        if self._verifies and len(losses) > 1:
+            self._calls += 1
+            if self.verify or self._calls in (4, 16) or self._calls % 64 == 0:  # it may come to mix samples later
+                self._compare_with_parts(losses.detach(), args, kwargs)
+                self.verify = False
+        if kind is not None:
+            self._check_held()  # the loss itself may have written into its state
         return losses
+
+    def _check_held(self) -> None:
+        if self._frozen is None:
+            return
+        self._frozen.check()
+        now = self._fingerprint()
+        if name := next((n for n in {**now, **self._tensors} if now.get(n) != self._tensors.get(n)), None):
+            raise PrivateTrainingError(changed(f"buffer or parameter {name!r}", "the criterion"))
+
+    def _fingerprint(self) -> dict[str, str]:
+        if not isinstance(self.criterion, nn.Module):
+            return {}
+        named = (*self.criterion.named_parameters(), *self.criterion.named_buffers())
+        return {name: fingerprint([tensor]) for name, tensor in named}
+
+    def _check_structure(self, size: int, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str) -> None:
+        if self._structure is None or size == 0:  # no sample, nothing to tell
+            return
+
+        def sizes(name: str, leaf: Any) -> tuple[Any, ...] | None:
+            if leaf is _ITEMS:
+                return ()
+            dim = None if name.endswith("weight") else _batch_dim(leaf, size)  # weights may be as many by chance
+            return None if dim is None else (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+
+        declared = self._structure.declared
+        given: dict[str, Any] = {}
+        for name, value in named_arguments(self._signature, args, kwargs):
+            if name in declared or not _is_default(value, self._defaults.get(name)):
+                items = name not in declared and self._has_items(name, value, size)
+                given[name] = _ITEMS if items else value
+        for name in declared - given.keys():
+            self._structure.check_default(name, self._defaults.get(name))
+        self._structure.check(kind, list(given.items()), sizes)
+
+    def _has_items(self, name: str, value: Any, size: int) -> bool:
+        """Whether an argument is a list with one entry per sample: these may be of any kind, as rows may."""
+        if not isinstance(value, list | tuple) or len(value) != size:
+            return False
+        rows = all(_batch_dim(leaf, size) is not None for leaf in tree_leaves(value))
+        return self._by_item.setdefault(name, not rows)
 
     def _shares(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Losses [B, ...] such that the sum over a sample's is its own loss."""
@@ -168,19 +249,38 @@ class PrivateCriterion(nn.Module):
                 )
 
 
-def _defaults(criterion: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters of a call by name, in order, with their defaults."""
+_ITEMS = object()  # stands for a list with one entry per sample
+
+
+def _signature(criterion: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        signature = inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
+        return inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
     except (TypeError, ValueError):  # builtins have none
-        return {}
-    return {name: parameter.default for name, parameter in signature.parameters.items()}
+        return None
+
+
+def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may have a backward."""
+    return torch.is_grad_enabled() and any(
+        isinstance(v, Tensor) and v.requires_grad for v in tree_leaves((args, kwargs))
+    )
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    plain = isinstance(value, bool | int | float | str) and type(value) is type(default)
+    return value is default or (plain and value == default)
+
+
+def _batch_dim(leaf: Any, size: int) -> int | None:
+    """Which dimension holds the samples: the first, or as in losses on sequences the second."""
+    if not isinstance(leaf, Tensor):
+        return None
+    return next((dim for dim in range(min(leaf.ndim, 2)) if leaf.shape[dim] == size), None)
 
 
 def _rows(name: str, x: Any, rows: list[int], size: int) -> Any:
     """The argument `x` for some of the samples."""
     if isinstance(x, Tensor) and x.ndim > 0 and not name.endswith("weight"):  # weights may be as many by chance
-        if len(x) == size:
-            return x[rows]
-        return x[:, rows] if x.ndim > 1 and x.shape[1] == size else x
+        dim = _batch_dim(x, size)
+        return x if dim is None else x[:, rows] if dim else x[rows]
     return [x[i] for i in rows] if isinstance(x, list | tuple) and len(x) == size else x

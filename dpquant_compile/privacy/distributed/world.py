@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from dpquant_compile.errors import DistributedError, DPQuantError, LedgerError
+from dpquant_compile.privacy.accounting.replay_check import fingerprint
 
 if TYPE_CHECKING:
     from dpquant_compile.privacy.accounting.ledger import Ledger
@@ -301,17 +302,8 @@ def described(dataset: Any) -> str:
         digest = hashlib.blake2b(repr([int(i) for i in dataset.indices]).encode(), digest_size=8).hexdigest()
         return f"Subset {digest} of {described(dataset.dataset)}"
     if isinstance(dataset, TensorDataset):
-        return f"TensorDataset {_digest(dataset.tensors)}"
+        return f"TensorDataset {fingerprint(dataset.tensors)}"
     return f"{type(dataset).__name__} of {len(dataset)}"
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    """A hash of contents in their order: `fingerprint` is the same for the same rows in any order."""
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -134,7 +134,7 @@ class Probe:
         constants = self._session.constants
         constants.check_call(program.base, given, args, kwargs, "analysis")
         read = [str(node.target) for node in program.base.graph.nodes if node.op == "get_attr"]
-        constants.check_read(program.base, read, self._session.parameters)
+        constants.check_read(program.base, read, self._session.parameters, "analysis")
         if id(program) not in self._proved:
             constants.check_attributes(program.attributes)
             pipeline.isolated(program.base, args, kwargs, programs.log)
