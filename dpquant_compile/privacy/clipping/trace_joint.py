@@ -157,7 +157,8 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _rename(node: fx.Node, name: str) -> None:
-    node._rename(re.sub(r"\W+", "_", name))
+    # fx counts in a number behind an underscore at the end, and a copy of the graph may have another one there.
+    node._rename(re.sub(r"_(\d+)$", r"\1", re.sub(r"\W+", "_", name)))
 
 
 def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
