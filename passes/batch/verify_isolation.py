@@ -114,8 +114,8 @@ def _check_code(gm: fx.GraphModule) -> None:
     if assigned is not None:
         raise IsolationError(
             f"forward() changes {assigned}. A graph does not keep that, and what is made of a batch must not outlive "
-            "it: it has no noise, and later batches would find it. Fix: return such values, one row per sample; count or "
-            "cache outside of forward()."
+            "it: it has no noise, and later batches would find it. Fix: return such values, one row per sample; count "
+            "or cache outside of forward()."
         )
 
 
