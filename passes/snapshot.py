@@ -119,8 +119,8 @@ class Snapshot:
             elif isinstance(value, types.FunctionType | types.MethodType):
                 stack.extend(self._of_function(value))
             elif isinstance(value, dict | list | set | deque):
-                self._containers.append((label, value, value.copy()))
-                items = value.items() if isinstance(value, dict) else enumerate(value)
+                self._containers.append((label, value, _copied(value)))
+                items = dict.items(value) if isinstance(value, dict) else enumerate(value)
                 stack.extend((f"{label}[{key!r}]", item) for key, item in items)
             elif isinstance(value, tuple | frozenset):
                 stack.extend((f"{label}[{key}]", item) for key, item in enumerate(value))
@@ -228,7 +228,8 @@ def _names(code: types.CodeType) -> set[str]:
 def _different(now: Any, then: Any) -> dict[Any, Any]:
     """The entries that changed, with what they hold now."""
     if isinstance(now, dict):
-        return {k: now.get(k) for k in {*now, *then} if k not in now or k not in then or now[k] is not then[k]}
+        held = _copied(now)
+        return {k: held.get(k) for k in {*held, *then} if k not in held or k not in then or held[k] is not then[k]}
     if isinstance(now, set):
         return dict(enumerate(now)) if {*map(id, now)} != {*map(id, then)} else {}
     same = len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
@@ -240,6 +241,13 @@ def _put_back(now: Any, then: Any) -> None:
         return
     now.clear()
     now.extend(then) if isinstance(now, list | deque) else now.update(then)
+
+
+def _copied(value: Any) -> Any:
+    """A plain copy. A dict of another class may make something new whenever it is asked for an item."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    return set(value) if isinstance(value, set) else list(value)
 
 
 def _holds_data(value: Any) -> bool:
