@@ -261,7 +261,9 @@ def _signature(criterion: Callable[..., Any]) -> inspect.Signature | None:
 
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call may have a backward."""
-    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in tree_leaves((args, kwargs)))
+    return torch.is_grad_enabled() and any(
+        isinstance(v, Tensor) and v.requires_grad for v in tree_leaves((args, kwargs))
+    )
 
 
 def _is_default(value: Any, default: Any) -> bool:
