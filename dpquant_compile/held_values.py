@@ -135,23 +135,26 @@ class _Walk:
 
     def _look(self, name: str, value: Any) -> None:
         if isinstance(value, _PLAIN):
-            return self._note(name, value)
-        if id(value) in self._owned:
-            return self._note(name, f"{type(value).__name__} {self._owned[id(value)]!r}")
-        if id(value) in self._first:
-            return self._note(name, f"the same as {self._first[id(value)]!r}")
-        self._first[id(value)] = name
-        self._kept.append(value)
-        if isinstance(value, Tensor):
-            return self._note(name, _tensor(value))
-        if isinstance(value, np.ndarray | np.generic):
-            return self._array(name, value)
-        self._container(name, value)
+            self._note(name, value)
+        elif id(value) in self._owned:
+            self._note(name, f"{type(value).__name__} {self._owned[id(value)]!r}")
+        elif id(value) in self._first:
+            self._note(name, f"the same as {self._first[id(value)]!r}")
+        else:
+            self._first[id(value)] = name
+            self._kept.append(value)
+            if isinstance(value, Tensor):
+                self._note(name, _tensor(value))
+            elif isinstance(value, np.ndarray | np.generic):
+                self._array(name, value)
+            else:
+                self._container(name, value)
 
     def _array(self, name: str, value: Any) -> None:
         if value.dtype.hasobject:
-            return self.visit(f"{name}.tolist()", value.tolist())
-        self._note(name, (str(value.dtype), value.shape, _digest(np.ascontiguousarray(value).tobytes())))
+            self.visit(f"{name}.tolist()", value.tolist())
+        else:
+            self._note(name, (str(value.dtype), value.shape, _digest(np.ascontiguousarray(value).tobytes())))
 
     def _container(self, name: str, value: Any) -> None:
         kind = type(value).__qualname__
@@ -163,9 +166,9 @@ class _Walk:
             self._note(name, (kind, tuple(sorted((type(v).__qualname__, repr(v)) for v in value))))
         elif isinstance(value, bytearray | memoryview):
             self._note(name, (kind, _digest(bytes(value))))
+        elif isinstance(value, _CONTAINERS) and len(value) > _LONG and all(isinstance(v, _PLAIN) for v in value):
+            self._note(name, (kind, tuple((type(v), v) for v in value)))
         elif isinstance(value, _CONTAINERS):
-            if len(value) > _LONG and all(isinstance(v, _PLAIN) for v in value):
-                return self._note(name, (kind, tuple((type(v), v) for v in value)))
             self._note(name, (kind, len(value)))
             for i, entry in enumerate(value):
                 self.visit(f"{name}[{i}]", entry)
@@ -208,12 +211,13 @@ class _Walk:
             self._attributes(name, dict(_slots(value)) | dict(getattr(value, "__dict__", {})))
 
     def _behind_method(self, name: str, value: Any) -> None:
-        """What a method belongs to. Of a plain object, a trainer perhaps, only what the code reads: the rest changes."""
+        """What a method belongs to. Of a plain object, such as a trainer, only what code reads: the rest may change."""
         if not self._code or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):
-            return self.visit(name, value)
-        self._note(name, type(value).__qualname__)
-        self._class(type(value))
-        self._partly.append((name, vars(value)))
+            self.visit(name, value)
+        else:
+            self._note(name, type(value).__qualname__)
+            self._class(type(value))
+            self._partly.append((name, vars(value)))
 
     def _attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
         for key, entry in attributes.items():
@@ -221,9 +225,10 @@ class _Walk:
 
     def _function(self, name: str, function: types.FunctionType) -> None:
         if not self._code:
-            return None
+            return
         if not _is_user_code(function.__module__):
-            return self.visit(f"{name}.__wrapped__", getattr(function, "__wrapped__", None))
+            self.visit(f"{name}.__wrapped__", getattr(function, "__wrapped__", None))
+            return
         for part in ("__defaults__", "__kwdefaults__"):
             if getattr(function, part):
                 self.visit(f"{name}.{part}", getattr(function, part))

@@ -169,8 +169,8 @@ class Releases:
         return (
             f"this resumed run has come to release {due.number} since it began, of {due.recorded} on record, and what "
             f"was released then is not known: fingerprints are kept {where}, and those of this run are lost or rolled "
-            "back, or an earlier version wrote them. The same noise on another sum would reveal the difference of the two sums. Fix: put the .releases "
-            f"file of the run back beside its ledger, or {_ANEW}"
+            "back, or an earlier version wrote them. The same noise on another sum would reveal the difference of the "
+            f"two sums. Fix: put the .releases file of the run back beside its ledger, or {_ANEW}"
         )
 
 
