@@ -1,8 +1,8 @@
 """`CallStructure`: what all calls of one kind must have in common beside the rows of their samples.
 
-Which arguments a call has, how they are nested, their types and the shapes of their rows are alike for all samples of a
-batch. If the batch decides them, samples reach each other through them: `len(x)` of a list without tensors, a key that
-is there or not, the length that a batch is padded to.
+Which arguments a call has, how they are nested, their types and the shapes of their rows are shared by all samples of a
+batch. If the batch decides them, samples reach each other through them. Examples: `len(x)` of a list without tensors, a
+key that is present or absent, the length that a batch is padded to.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ Sizes = Callable[[str, Any], tuple[Any, ...] | None]
 
 
 class CallStructure:
-    """The structure of calls of the model, or of the loss: `of` says which in errors.
+    """The structure of calls of the model or of the loss; `of` names it in errors.
 
     declared        arguments without a row per sample, by name, with the value that every call gives
     prefix          what comes before these names in constant_inputs=
-    varying_shapes  whether rows may have other sizes in each call; their number of dimensions stays
+    varying_shapes  whether rows may change their size from call to call; their number of dimensions is fixed
 
-    Guarantee: calls of one kind that pass `check` differ in the contents of their rows and in how many there are, and
-    in nothing else; with `varying_shapes` also in the sizes of rows.
+    Guarantee: calls of one kind that pass `check` differ only in the contents and the number of their rows; with
+    `varying_shapes` also in the sizes of rows.
     """
 
     def __init__(self, of: str, declared: Mapping[str, Any], varying_shapes: bool, prefix: str = "") -> None:
@@ -45,9 +45,9 @@ class CallStructure:
         return frozenset(self._declared)
 
     def check(self, kind: str, arguments: Sequence[tuple[str, Any]], sizes: Sizes) -> None:
-        """Refuse a call that has another structure than the first one of its kind, or undeclared constants.
+        """Refuse a call with another structure than the first one of its kind, or with undeclared constants.
 
-        `sizes` gives the sizes of a leaf of an argument, without that of the batch; None for one that has no rows.
+        `sizes` gives the sizes of a leaf of an argument, without the batch dimension; None for a leaf without rows.
         """
         found: dict[str, tuple[TreeSpec, dict[str, Leaf]]] = {}
         for name, value in arguments:
@@ -60,7 +60,7 @@ class CallStructure:
         self._compare(found, self._pinned.setdefault(kind, found))
 
     def check_default(self, name: str, default: Any) -> None:
-        """Refuse a call that leaves a declared argument at its default, unless that is what was declared."""
+        """Refuse a call that leaves a declared argument at its default, unless the default was declared."""
         if same_values(self._declared[name], values_in(default)) is not None:
             raise PrivateTrainingError(
                 f"argument {name!r} of {self._of} is left out, or at its default, though constant_inputs= declares "

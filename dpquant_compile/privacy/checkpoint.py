@@ -1,4 +1,4 @@
-"""Checkpoints of a private run: everything, in tensors and plain types, written whole or not at all."""
+"""Checkpoints of a private run: its whole state in tensors and plain types, written atomically."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ VERSION = 1
 
 
 def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
-    """What must be the same for a run to go on."""
+    """The settings that must be equal for a run to be resumed."""
     run = engine.run
     session, spec = run.session, run.session.internals.spec
     scheduler = engine.scheduler
@@ -44,7 +44,7 @@ def config_of(engine: "PrivacyEngine") -> dict[str, Any]:
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], within: str = "") -> Iterator[str]:
-    """What differs, a few words each: of a setting with parts, such as the scheduler, those parts alone."""
+    """A few words on each difference; of a setting with parts, such as the scheduler, only the parts that differ."""
     for key, here in own.items():
         there, name = saved.get(key), f"{within}{key}"
         if here == there:
@@ -59,17 +59,17 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], within: str =
 
 
 def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
-    """The state of model, optimizer, ledger, scheduler, and of every source of randomness."""
+    """The state of model, optimizer, ledger, scheduler, and every source of randomness."""
     if not engine.run.world.first:
         raise CheckpointError(
-            f"state_dict() on rank {engine.run.world.rank}: noise and ledger are rank 0's. Fix: save_checkpoint() on "
-            "every process, or state_dict() on rank 0"
+            f"state_dict() on rank {engine.run.world.rank}: only rank 0 has noise and ledger. Fix: save_checkpoint() "
+            "on every process, or state_dict() on rank 0"
         )
     return {**_small(engine), **_large(engine)}
 
 
 def _large(engine: "PrivacyEngine") -> dict[str, Any]:
-    """What every process has alike; copies, since training goes on, and a state is of one moment."""
+    """State that is equal on all processes, copied, since training goes on."""
     run = engine.run
     return {
         "model": copy.deepcopy(dict(run.session.model.state_dict())),
@@ -78,12 +78,12 @@ def _large(engine: "PrivacyEngine") -> dict[str, Any]:
 
 
 def _small(engine: "PrivacyEngine") -> dict[str, Any]:
-    """What only rank 0 has right."""
+    """State that only rank 0 has."""
     run = engine.run
     if run.session.micro is not None:
         raise CheckpointError(
-            "the loop over the loader has not ended. A resumed run begins an epoch anew: with other batches, but the "
-            "noise of those that were. Fix: make checkpoints between epochs, after the loop"
+            "the loop over the loader has not ended. A resumed run starts the epoch again, with other batches but the "
+            "same noise. Fix: make checkpoints between epochs, after the loop"
         )
     generator = run.loader.generator
     return {
@@ -104,29 +104,31 @@ def _small(engine: "PrivacyEngine") -> dict[str, Any]:
 
 
 def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> None:
-    """Take a state over, or raise `CheckpointError` and change nothing.
+    """Load a state, or raise `CheckpointError` and change nothing.
 
-    With `replay` the run repeats what it had released after the checkpoint, bit for bit, so a ledger on disk that is
-    ahead is not charged again for it. Without, randomness is new, and everything counts. Every process of a run must
+    With `replay` the run repeats, bit for bit, what it released after the checkpoint, and a ledger on disk that is
+    ahead is not charged again. Without it, randomness is new and everything is charged. Every process of a run must
     call this with the same state.
+
+    Guarantee: where releases may go uncounted, or noise may be used twice, the ledger's statement gets a caveat.
     """
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}: "
-            "load it with the release that made it"
+            f"this is a checkpoint of version {state.get('version')!r}, not {VERSION}. Fix: load it with the release "
+            "that made it"
         )
     wanted = "config model optimizer ledger noise sampler torch noise_multiplier max_grad_norm step policy scheduler"
     if missing := [key for key in wanted.split() if key not in state]:
-        raise CheckpointError(f"this checkpoint is not whole: it has no {', '.join(missing)}")
+        raise CheckpointError(f"this checkpoint is incomplete: it has no {', '.join(missing)}")
     run, world = engine.run, engine.run.world
     if world.on_first("the place in the noise, at load_checkpoint", lambda: run.noise.position) > 0:
         raise CheckpointError(
-            "this engine has trained already: going back would leave releases uncounted that were made. Fix: load a "
+            "this engine has trained already, and going back would leave its releases uncounted. Fix: load a "
             "checkpoint right after make_private, into a new engine"
         )
     own, saved = config_of(engine), dict(state["config"])
     if run.default_physical and state.get("default_physical") and state.get("world", 1) != world.size:
-        saved["max_physical_batch_size"] = run.physical  # nobody chose it: it goes by the number of processes
+        saved["max_physical_batch_size"] = run.physical  # not chosen by the user: depends on the number of processes
     if differing := list(_differences(saved, own)):
         raise CheckpointError(f"this checkpoint belongs to another run. What differs: {'; '.join(differing)}")
     shapes = {name: tuple(value.shape) for name, value in run.session.model.state_dict().items()}
@@ -144,9 +146,9 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         run.loader.generator.set_state(state["sampler"])
     if not replay:
         engine.renew()
-    states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one by process, where several wrote them
+    states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one per process, where several wrote them
     if world.rank < len(states):
-        torch.set_rng_state(states[world.rank].clone())  # it reads from where the storage begins
+        torch.set_rng_state(states[world.rank].clone())  # a copy: it reads from the start of the storage
     run.optimizer.noise_multiplier = state["noise_multiplier"]
     run.optimizer.max_grad_norm = state["max_grad_norm"]
     run.session.drop_sums()
@@ -169,10 +171,10 @@ _UNCHECKED = (
 
 
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
-    """Go back to the ledger of a state; whether the run repeats what came after it.
+    """Restore the ledger of a state; returns whether the run repeats what came after it.
 
     Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
-    difference. There a run goes on with the saved noise only if the file shows that none of it was used since.
+    difference of the two sums. Such a run keeps the saved noise only if the file shows that none was used since.
     """
     ledger, releases, size = engine.ledger, engine.releases, engine.run.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
@@ -186,14 +188,14 @@ def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool
         releases.go_on(run, done, size)
     if replay and ledger.path is None:
         ledger.add_caveat(_UNCHECKED)
-    # "uncounted" is how a checkpoint said so before ledgers recorded caveats.
+    # Checkpoints from before ledgers recorded caveats have "uncounted" instead.
     if state.get("uncounted") or (ledger.path is None and not replay):
         ledger.add_caveat(_UNCOUNTED)
     return replay
 
 
 def save(engine: "PrivacyEngine", path: str | Path, extra: Mapping[str, Any]) -> None:
-    """Write a checkpoint that is there whole, or not at all: a file, or of several processes a folder."""
+    """Write a checkpoint atomically: a file, or a folder if there are several processes."""
     world = engine.run.world
     if world.size == 1:
         state = {**extra, "dpquant": state_of(engine)}
@@ -205,7 +207,7 @@ def save(engine: "PrivacyEngine", path: str | Path, extra: Mapping[str, Any]) ->
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A checkpoint; in a file of one process are tensors and plain types only, so that reading it runs no code."""
+    """Read a checkpoint. The file of one process has only tensors and plain types, so reading it runs no code."""
     try:
         if Path(path).is_dir():
             state, large = checkpoint.read_folder(Path(path))

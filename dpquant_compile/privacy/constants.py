@@ -1,8 +1,8 @@
 """`Constants`: what a private program reads beside the batch and trained parameters, fixed before any batch is seen.
 
-A number, a tensor without a row per sample, a buffer, a frozen parameter, an attribute or a global variable is alike
-for all samples of a batch. If it was made of the batch, each sample's gradient depends on all of them, and clipping
-bounds nothing. The same holds for the structure, types and shapes of arguments: see `CallStructure`.
+A number, a tensor without a row per sample, a buffer, a frozen parameter, an attribute or a global variable is shared
+by all samples of a batch. If it was computed from the batch, each sample's gradient depends on all samples, and
+clipping bounds nothing. The same holds for the structure, types and shapes of arguments: see `CallStructure`.
 """
 
 import inspect
@@ -30,18 +30,18 @@ class FrozenValues:
         self.freeze()
 
     def freeze(self) -> None:
-        """Take the values as they are now."""
+        """Record the current values."""
         self._values = held_values(self._root)
 
     def take_over(self, prefixes: Collection[str]) -> None:
-        """Take those of some modules as they are now; what they had before is forgotten."""
+        """Record the current values of some modules, in place of those recorded before."""
         now = held_values(self._root)
         taken = tuple(f"{prefix}." if prefix else "" for prefix in prefixes)
         kept = {name: value for name, value in self._values.items() if not name.startswith(taken)}
         self._values = kept | {name: value for name, value in now.items() if name.startswith(taken)}
 
     def check(self, values: Mapping[str, Any] | None = None) -> None:
-        """Refuse values, those of now if none are given, that differ from the frozen ones."""
+        """Refuse values (by default the current ones) that differ from the frozen ones."""
         name = same_values(self._values, held_values(self._root) if values is None else values)
         if name is not None:
             kind, _, rest = name.partition(" ")
@@ -54,12 +54,12 @@ class Constants:
     """The constants of one run.
 
     declared        arguments of forward() that have no row per sample, by name, with the value that every call gives
-    varying_shapes  whether rows may have other sizes from call to call
+    varying_shapes  whether rows may change their size from call to call
 
-    Guarantee: a training forward or an analysis that passes the checks reads nothing but trained parameters, rows of
-    its own samples, and values that were fixed at `freeze`, before the run read any batch. The structure of its
-    arguments is that of the first call of its kind. Tensors that no `held_values` are found to hold (in libraries'
-    globals or behind extension types) are fixed at the first call of a kind that reads them.
+    Guarantee: a training forward or an analysis that passes the checks reads only trained parameters, rows of its own
+    samples, and values that were fixed at `freeze`, before the run read any batch. Its arguments have the structure of
+    the first call of its kind. Tensors that `held_values` does not find (in globals of libraries or behind extension
+    types) are fixed at the first call of a kind that reads them.
     """
 
     def __init__(self, model: nn.Module, declared: Mapping[str, Any], varying_shapes: bool = False) -> None:
@@ -74,13 +74,13 @@ class Constants:
         self.freeze()
 
     def freeze(self) -> None:
-        """Take tensors and attributes as they are now: when the run begins."""
+        """Record tensors and attributes as they are now, when the run begins."""
         self._holders = self._find_holders()
         self._tensors = {name: fingerprint([tensor]) for name, tensor in self._named_tensors()}
         self._frozen.freeze()
 
     def take_loaded(self, names: Collection[str]) -> None:
-        """Take what a checkpoint has set, parameters and buffers by these names; all else stays as at `freeze`."""
+        """Record parameters and buffers of these names as a checkpoint has set them; the rest stays as at `freeze`."""
         own = dict(self._named_tensors())
         self._tensors |= {name: fingerprint([own[name]]) for name in names if name in own}
         extra = [name.removesuffix("_extra_state").removesuffix(".") for name in names if name.endswith("_extra_state")]
@@ -90,11 +90,11 @@ class Constants:
     def check_call(
         self, base: fx.GraphModule, given: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
     ) -> None:
-        """Refuse inputs without a row per sample that were not declared, and calls of another structure.
+        """Refuse undeclared inputs without a row per sample, and calls of another structure.
 
-        `given` holds the call's values by placeholder of `base`, which `track_batch` has told rows apart in. `args` and
-        `kwargs` are the call's without what is at its default. `what` names the kind of call: all of one kind must have
-        the same structure.
+        `given` holds the call's values by placeholder of `base`, where `track_batch` has recorded which have rows.
+        `args` and `kwargs` are those of the call, without arguments at their defaults. `what` names the kind of call:
+        all calls of one kind must have the same structure.
         """
         rows: dict[int, Tensor] = {}
         read: set[int] = set()
@@ -108,7 +108,7 @@ class Constants:
         def sizes(_: str, leaf: Any) -> tuple[Any, ...] | None:
             if id(leaf) in rows:
                 return tuple(leaf.shape[1:])
-            if isinstance(leaf, Tensor) and id(leaf) not in read:  # its shape may have been read all the same
+            if isinstance(leaf, Tensor) and id(leaf) not in read:  # the model may still have read its shape
                 return tuple(leaf.shape[1:]) if leaf.dim() and leaf.shape[0] in batch else ("whole", *leaf.shape)
             return None
 
@@ -121,11 +121,11 @@ class Constants:
     def check_read(
         self, base: fx.GraphModule, targets: Sequence[str], trained: Mapping[str, nn.Parameter], what: str
     ) -> None:
-        """Refuse tensors of the model, but for trained parameters, that changed since the run began.
+        """Refuse tensors of the model, except trained parameters, that changed since the run began.
 
-        `targets` are those that the program reads in a call of the kind `what`. By their contents: what is written
-        through `.data` leaves no trace. Tensors that no module holds are known by their names in the graph, so a graph
-        that is captured anew must have the same.
+        `targets` are those that the program reads in a call of the kind `what`. Contents are compared, since a write
+        through `.data` leaves no other trace. Tensors that no module holds are identified by their names in the graph,
+        so a new capture must give them the same names.
         """
         ours = {id(parameter) for parameter in trained.values()}
         for name, tensor in self._named_tensors():
@@ -139,9 +139,9 @@ class Constants:
                     raise PrivateTrainingError(changed(f"tensor {target.removeprefix('_const.')!r}", "the model"))
 
     def check_attributes(self, captured: Mapping[str, Any]) -> None:
-        """Refuse a graph that was captured with other values than the run began with: it holds them. And those of now.
+        """Refuse a graph captured with other values than the run began with, and values that have changed by now.
 
-        For once in the life of a program, since it looks at all that the model holds.
+        Call it once per program: it walks over everything that the model holds.
         """
         then = {(id(module), name) for _, module, name in self._holders}
         for prefix, module, name in self._find_holders():
@@ -151,7 +151,7 @@ class Constants:
         self._frozen.check()
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, buffers, and tensors that modules hold as plain attributes, where any did at `freeze`."""
+        """Parameters, buffers, and tensors in plain attributes of modules, if any module had one at `freeze`."""
         yield from self._model.named_parameters()
         yield from self._model.named_buffers()
         known = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
@@ -176,7 +176,7 @@ class Constants:
 def named_arguments(
     signature: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """The arguments of a call by name; by place where the signature does not take them, as under a decorator."""
+    """The arguments of a call by name; by position where the signature does not match, as under a decorator."""
     try:
         bound = {} if signature is None else signature.bind(*args, **kwargs).arguments
     except TypeError:
@@ -203,13 +203,13 @@ def check_names(declared: Collection[str], signature: inspect.Signature | None, 
     for name in declared:
         if name not in known:
             raise PrivacySpecError(
-                f"constant_inputs names {prefix + name!r}, which is no argument of {what}: choose of "
+                f"constant_inputs names {prefix + name!r}, which is no argument of {what}. Fix: choose from "
                 f"{', '.join(prefix + n for n in known)}"
             )
 
 
 def changed(what: str, of: str) -> str:
-    """The refusal of a value that is not what it was."""
+    """The error message for a value that has changed."""
     return (
         f"{what} of {of} changed since make_private. If its value is made of the batch, samples reach each other "
         "through it. Fix: give such values as arguments with one row per sample; set what does not depend on the data "

@@ -35,23 +35,23 @@ from dpquant_compile.privacy.run import Run, Step
 
 __all__ = ["PrivacyEngine"]
 
-_BITS = b"dpquant bits v1"  # what the key of random bits is derived for
+_BITS = b"dpquant bits v1"  # label from which the key of random bits is derived
 
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
     """Makes a compiled model, its optimizer, loss and data loader private.
 
-    It is an `opacus.PrivacyEngine`: accountants, Poisson sampling, optimizers and checkpoints are Opacus'. What it
-    replaces is how per-sample gradients are clipped: by one forward and one backward of the compiled program.
+    It is an `opacus.PrivacyEngine`: accountants, Poisson sampling, optimizers and checkpoints are Opacus'. It replaces
+    only the clipping of per-sample gradients: one forward and one backward of the compiled program clip them.
 
-    `secure_mode=True` draws noise, Poisson samples and the bits of rounding from the operating system's entropy, by
-    AES-256. Then a run cannot be repeated, and a resumed one goes on with new randomness.
+    `secure_mode=True` draws noise, Poisson samples and rounding bits by AES-256 from the operating system's entropy.
+    Such a run cannot be repeated, and a resumed one continues with new randomness.
 
-    Guarantee: nothing that depends on the data leaves a run unless the ledger has a spend for it: `spend` records one
-    before data is read, and `release` refuses values that no spend pays for. Batches must stay secret, and so must sums
-    before noise, the keys of noise and random bits, and losses on training data.
+    Guarantee: nothing that depends on the data leaves a run unless the ledger has a spend for it. `spend` records one
+    before data is read; `release` refuses values that no spend pays for. These must stay secret: batches, sums before
+    noise, the keys of noise and random bits, and losses on training data.
 
-    With a `ledger_path` the engine is the one owner of that file until `close()`, garbage collection or the end of the
+    With a `ledger_path` the engine owns that file exclusively until `close()`, garbage collection or the end of the
     process. `with PrivacyEngine(…) as engine:` closes it at the end of the block.
     """
 
@@ -64,25 +64,25 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         target_epsilon: float | None = None,
         target_delta: float | None = None,
     ) -> None:
-        """`ledger_path` keeps the ledger on disk, ahead of every spend; with a target, no spend may pass it."""
+        """`ledger_path` stores the ledger on disk, before every spend; with a target, spends above it are refused."""
         with warnings.catch_warnings():
-            # Opacus' secure mode needs a package that can no longer be installed; ours is another one.
+            # Opacus' secure mode needs a package that can no longer be installed; this engine has its own.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")
             super().__init__(accountant=accountant, secure_mode=False)
         self.secure_mode = secure_mode
         self.dataset: Any = None
-        self._world = World.current()  # rank 0 has the ledger's file; what the others have is a copy
+        self._world = World.current()  # rank 0 has the ledger's file; the others have a copy
         self._on_disk = ledger_path is not None
         path = ledger_path if self._world.first else None
         self.ledger = Ledger(accountant, path, target_epsilon, target_delta)
         self.ledger.standing = validate.caveats(secure_mode)
         self._payments = Payments(self.ledger)
         self.scheduler: Any = None
-        self.planned_epochs: int | None = None  # those that the noise was chosen for
+        self.planned_epochs: int | None = None  # the epochs that the noise was chosen for
         self._run: Run | None = None
 
     def close(self) -> None:
-        """Let other engines open the ledger's file. ε and the statement stay readable; nothing more can be spent."""
+        """Release the ledger's file for other engines. ε and the statement stay readable; spending is refused."""
         self.ledger.close()
 
     def __enter__(self) -> Self:
@@ -93,16 +93,16 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     @property
     def accountant(self) -> Any:
-        """Opacus' accountant with everything in it that the ledger holds; change the ledger, not this."""
+        """Opacus' accountant with everything that the ledger holds; change the ledger, not this."""
         return self.ledger.opacus_accountant
 
     @accountant.setter
     def accountant(self, value: Any) -> None:
-        """Opacus sets one when it begins; the ledger has its own."""
+        """Ignored: Opacus sets an accountant in its constructor, and the ledger has its own."""
 
     @property
     def run(self) -> Run:
-        """What the last `make_private` has made."""
+        """The run that the last `make_private` made."""
         if self._run is None:
             raise PrivacySpecError("this engine has no model yet: call make_private first")
         return self._run
@@ -132,21 +132,20 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         varying_shapes: bool = False,
         **unknown: Any,
     ) -> Any:
-        """Private versions of module, optimizer, criterion and loader, in this order; without a criterion three.
+        """Private versions of module, optimizer, criterion and loader, in this order; no criterion if none is given.
 
-        module                   what `dpquant_compile.compile` gave; another nn.Module is compiled with budget 0
+        module                   the result of `dpquant_compile.compile`; another nn.Module is compiled with budget 0
         criterion                a loss with a `reduction`; see `PrivateCriterion`
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
-                                 program is compiled for it; None takes what a batch hardly ever passes: the expected
-                                 size and four standard deviations, of this process' share
-        loss_reduction           "mean" or "sum"; None takes that of the criterion, or "mean"
+                                 program is compiled for it; None: mean + 4σ of this process' share of a batch
+        loss_reduction           "mean" or "sum"; None: that of the criterion, or "mean"
         clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
         noise_generator          noise and rounding are reproducible from this generator's next number; not in secure
                                  mode
-        constant_inputs          arguments of forward() that have no row per sample (a mask of positions, a flag), by
-                                 name, with the value that every call gives; others without rows are refused. Those
-                                 of the criterion's call are named "criterion.<name>"
-        varying_shapes           whether rows of inputs may have other sizes from call to call; the statement says so.
+        constant_inputs          arguments of forward() without a row per sample (a mask of positions, a flag), by name,
+                                 with the value that every call gives; undeclared ones are refused. Arguments of the
+                                 criterion's call are named "criterion.<name>"
+        varying_shapes           whether rows of inputs may change their size from call to call; the statement says so.
                                  Not for batches that are padded to their longest sample: pad to a fixed length
 
         The rest is as in Opacus.
@@ -154,10 +153,10 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self.ledger.check_open()
         validate.refuse_unknown(unknown)
         if not batch_first:
-            raise PrivacySpecError("batch_first=False: a compiled model takes dimension 0 of its inputs for the batch")
+            raise PrivacySpecError("batch_first=False: dimension 0 of a compiled model's inputs is always the batch")
         if self.secure_mode and noise_generator is not None:
             raise PrivacySpecError(
-                "noise_generator= makes the noise repeatable, which secure_mode=True is there to rule out"
+                "noise_generator= makes the noise repeatable, and secure_mode=True forbids that. Fix: leave one out"
             )
         world = World.current()
         validate.check_world(world, poisson_sampling)
@@ -219,7 +218,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             shared_uniform=shared,
             clipping=bounds,
             loss_reduction=reduction,
-            # Only a Poisson draw makes a sample's presence a matter of chance.
+            # Only Poisson sampling makes the presence of a sample random.
             sample_rate=loader.sample_rate if poisson_sampling else 1.0,
             noise_multiplier=noise_multiplier,
             physical=physical,
@@ -244,13 +243,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     ) -> Any:
         """`make_private` with the least noise that keeps `epochs` epochs within (target_epsilon, target_delta).
 
-        The target becomes the ledger's, so nothing may pass it. Analyses of a scheduler are not planned for here: with
-        one, which warns of it, take the noise multiplier from `dpquant_compile.plan`.
+        The target becomes the ledger's: a spend above it is refused. This does not plan for a scheduler's analyses, and
+        a scheduler warns of that: with one, take the noise multiplier from `dpquant_compile.plan`.
         """
         if self.ledger.entries:
             warnings.warn(
-                "this engine has spent privacy already, which target_epsilon does not count: give a new PrivacyEngine "
-                "to each run",
+                "this engine has spent privacy already, which target_epsilon does not count. Fix: use a new "
+                "PrivacyEngine for each run",
                 stacklevel=2,
             )
         target, steps = (target_epsilon, target_delta), epochs * len(data_loader)
@@ -269,14 +268,14 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         return made
 
     def _join(self) -> None:
-        """Begin a run of several processes: the same settings, checked, and model and ledger of rank 0."""
+        """Start a run of several processes: check that settings are equal, and copy model and ledger of rank 0."""
         world, model = self.run.world, self.run.session.model
         if world.size == 1:
             return
         if self._on_disk and world.size != self._world.size:
             raise PrivacySpecError(
                 "this engine was made before torch.distributed.init_process_group(), so every process has opened the "
-                "ledger's file, which only rank 0 may. Fix: call init_process_group first"
+                "ledger's file, which only rank 0 may do. Fix: call init_process_group first"
             )
         settings = {**checkpoint.config_of(self), "dataset": described(self.dataset), "policy": sorted(model.policy)}
         world.agree("in make_private", settings)
@@ -286,7 +285,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         copy_ledger(world, self.ledger)
 
     def _share_bits(self) -> None:
-        """Let rounding, random operators and probes draw by a key that comes of the noise's; all processes by one."""
+        """Derive the key of rounding, random operators and probes from the noise's key; the same on all processes."""
         run = self.run
         key = run.world.on_first("the key of random bits", lambda: run.noise.derived_key(_BITS))
         run.session.take_bits(SecretBits(key, run.world.rank))
@@ -309,14 +308,14 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         return self.ledger.epsilon(delta)
 
     def spend(self, purpose: str, *, q: float, sigma: float) -> None:
-        """Record a release that is about to be made, before its data is read."""
+        """Record a release before its data is read."""
         self._payments.spend(self.run.world, self.renew, purpose, q=q, sigma=sigma)
 
     def renew(self) -> None:
-        """Take randomness that was never used, for a run that no longer repeats a recorded one; on all processes.
+        """Switch to unused randomness, on all processes, for a run that no longer repeats a recorded one.
 
-        The same noise on another sum would bare the difference, and batches that came again would not be the
-        independent draws that the accountant counts.
+        The same noise on another sum would reveal the difference of the two sums, and repeated batches would not be the
+        independent draws that the accountant assumes.
         """
         run = self.run
         run.loader.check_not_ahead()
@@ -327,12 +326,12 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         self._share_bits()
 
     def release(self, values: Sequence[Tensor]) -> None:
-        """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
+        """Record noised values before they are used; a resumed run must repeat those that were recorded before."""
         self._payments.note(values)
 
     @property
     def releases(self) -> Releases:
-        """The fingerprints of releases, beside the ledger's file if it has one; those of rank 0 are used."""
+        """Fingerprints of releases, stored beside the ledger's file if it has one; those of rank 0 are used."""
         return self._payments.releases
 
     def state_dict(self) -> dict[str, Any]:
@@ -340,28 +339,28 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         return checkpoint.state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = True) -> None:
-        """Go on from `state_dict()`; call it after `make_private`, and after making the scheduler if there is one.
+        """Continue from `state_dict()`. Call it after `make_private`, and after making the scheduler if there is one.
 
-        With `replay` the run goes through the steps since the checkpoint as before, bit for bit, and is not charged for
-        them again. Without it noise is new, and everything counts: for a run that goes on in another way.
+        With `replay` the run repeats the steps since the checkpoint bit for bit, and is not charged for them again.
+        Without it, noise is new and every step is charged: for a run that continues differently.
         """
         checkpoint.load_into(self, state, replay and not self.secure_mode)
         self._share_bits()
         self.session.constants.take_loaded(state["model"])
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
-        """Write `state_dict()`, whole or not at all; `checkpoint_dict` is for what else should be in it.
+        """Write `state_dict()` atomically, with the entries of `checkpoint_dict` beside it.
 
         One process writes a file. Several write a folder, which all of them must see, and all must call this.
         """
         checkpoint.save(self, path, checkpoint_dict or {})
 
     def load_checkpoint(self, *, path: Any, replay: bool = True, **ignored: Any) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote, on any number of processes; the rest of it comes back.
+        """Read what `save_checkpoint` wrote, on any number of processes; returns the entries of `checkpoint_dict`.
 
         See `load_state_dict` for `replay`. On another number of processes sums differ in their last bits, so nothing is
-        repeated: if there may have been releases since the checkpoint, noise is new, and all counts that the ledger on
-        disk has. Without one, releases after the checkpoint are not counted, as the statement then says.
+        repeated: if there may have been releases since the checkpoint, noise is new, and everything in the ledger on
+        disk counts. Without a ledger on disk, releases after the checkpoint are not counted; the statement says so.
         """
         state = checkpoint.read(path)
         self.load_state_dict(state.pop("dpquant"), replay=replay)
@@ -382,17 +381,17 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     def _check_dataset(self, loader: PrivateLoader) -> None:
         if self.dataset is not None and self.dataset is not loader.dataset:
             warnings.warn(
-                "this engine has accounted for another dataset; use a new PrivacyEngine unless both are the same data",
+                "this engine has accounted for another dataset. Fix: use a new PrivacyEngine, if the data differs",
                 stacklevel=3,
             )
         self.dataset = loader.dataset
 
 
 class _RunHooks(Hooks):
-    """What the loader and the optimizer of one run call: they pay for its steps, on the ledger of its engine.
+    """Called by the loader and the optimizer of one run; charges its steps to the ledger of its engine.
 
-    Guarantee: a step is charged with the noise multiplier of now, and with q = 1 where a sum holds samples that nothing
-    drew. Only the newest run of an engine is charged for, since its sampling rate is that of the account.
+    Guarantee: a step is charged with the current noise multiplier, and with q = 1 where a sum holds samples that were
+    not drawn by sampling. Only the newest run of an engine can spend, since the account uses its sampling rate.
     """
 
     def __init__(self, engine: PrivacyEngine, session: Session) -> None:
@@ -400,7 +399,7 @@ class _RunHooks(Hooks):
         self._session = session
 
     def begin_epoch(self) -> None:
-        """Let all processes draw the same batches."""
+        """Make all processes draw the same batches."""
         run = self._newest()
         if run.shared_uniform is not None:
             run.shared_uniform.take_key(run.world.on_first("the batches of an epoch", lambda: os.urandom(32)))
@@ -416,26 +415,26 @@ class _RunHooks(Hooks):
         run.step.pay(sigma)
 
     def end_epoch(self) -> None:
-        """See that all processes are where they should be."""
+        """Check that all processes agree."""
         self._engine.agree("at the end of an epoch")
 
     def settle(self) -> None:
-        """Account for the step that is about to add noise, if its batch was given by hand, or has had a step."""
+        """Account for the step that is about to add noise, if its batch was given by hand or had a step already."""
         if self._session.draws_random:
             self._engine.ledger.add_caveat(validate.DRAWS_RANDOM)
         if self._session.step.paid is None:
             self.pay()
 
     def note(self, values: Sequence[Tensor]) -> None:
-        """Note noised sums that are about to be used."""
+        """Record noised sums that are about to be used."""
         self._engine._payments.note_step(self._engine.run.world, values)
 
     def _newest(self) -> Run:
-        """The engine's run, which must be the one that these are the hooks of."""
+        """The engine's run; raises unless these hooks belong to it."""
         run = self._engine.run
         if run.session is not self._session:
             raise PrivateTrainingError(
-                "this loader or optimizer belongs to an earlier make_private, and batches are charged by the sampling "
+                "this loader or optimizer belongs to an earlier make_private, but steps are charged with the sampling "
                 "rate of the last one. Fix: use the loader and the optimizer that the last make_private returned"
             )
         return run

@@ -1,7 +1,7 @@
-"""`FileLock`: one owner of a file, among all processes and within each of them.
+"""`FileLock`: exclusive ownership of a file, across processes and within each process.
 
-The lock is advisory (`flock`) and lies on a file of its own: a ledger is replaced at each write, and a lock on the
-ledger itself would stay with the file that was replaced.
+The lock is advisory (`flock`) and lies on a separate file: each write replaces the ledger, and a lock on the ledger
+itself would stay with the replaced file.
 """
 
 import fcntl
@@ -19,15 +19,15 @@ class FileLock:
     """The right to write the file at `path`, held until `release`, garbage collection or the end of the process.
 
     Requires: `path` is absolute and without symlinks, and its folder exists.
-    Guarantee: no second `FileLock` of that path exists meanwhile, in this process or another one; making one raises
-    `LedgerError` and names the owner. A forked child has neither the lock nor a descriptor that keeps it alive.
+    Guarantee: no second `FileLock` of that path exists meanwhile, in this or another process; making one raises
+    `LedgerError`, which names the owner. A forked child holds neither the lock nor a descriptor that keeps it alive.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path.with_name(f".{path.name}.lock")
         if _held_here(self.path):
-            gc.collect()  # an engine that nobody can reach any more may still wait for the collector
-        if _held_here(self.path):  # asked here, since NFS grants a second lock to the process that has the first
+            gc.collect()  # an unreachable engine may not have been collected yet
+        if _held_here(self.path):  # checked here, since NFS grants a second lock to the process that has the first
             raise LedgerError(_in_use(path, f"this process ({os.getpid()}) itself"))
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -55,7 +55,7 @@ class FileLock:
         os.pwrite(self._descriptor, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def check(self) -> None:
-        """Raise `LedgerError` unless this lock still keeps others away: it does not once its file was removed."""
+        """Raise `LedgerError` if the lock file was removed: the lock then no longer excludes others."""
         try:
             there, ours = os.stat(self.path), os.fstat(self._descriptor)
         except FileNotFoundError:
@@ -68,7 +68,7 @@ class FileLock:
             )
 
     def release(self) -> None:
-        """Let others have the file; again is nothing."""
+        """Give up the lock; repeated calls do nothing."""
         _HELD.discard(self)
         self._finalizer()
 
@@ -76,7 +76,7 @@ class FileLock:
         """In a forked child: close the descriptor, and leave the lock with the parent."""
         _HELD.discard(self)
         if self._finalizer.detach() is not None:
-            os.close(self._descriptor)  # without LOCK_UN, which would end the parent's lock
+            os.close(self._descriptor)  # without LOCK_UN, which would release the parent's lock
 
 
 _HELD: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
@@ -87,15 +87,15 @@ def _held_here(path: Path) -> bool:
 
 
 def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process shares the descriptor that Python did not fork
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # also releases it for a process that shares the descriptor without a fork
     os.close(descriptor)
 
 
 def _in_use(path: Path, owner: str) -> str:
     return (
         f"The privacy ledger {path} is in use by {owner}. One engine at a time may write a ledger, since two would "
-        "lose spends of each other. Fix: end that process, or call close() on its engine or ledger. Ledger.read(path) "
-        "reads a ledger that is in use."
+        "overwrite each other's spends. Fix: end that process, or call close() on its engine or ledger. "
+        "Ledger.read(path) reads a ledger that is in use."
     )
 
 

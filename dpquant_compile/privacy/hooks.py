@@ -1,4 +1,4 @@
-"""Refuse hooks around a private model: what they do lies outside the graph that was proved to keep samples apart."""
+"""Refuse hooks around a private model: they run outside the graph that was proved to isolate samples."""
 
 from collections.abc import Iterator
 
@@ -18,16 +18,16 @@ _KINDS = {
 
 
 def refuse_hooks(module: nn.Module, what: str = "model") -> None:
-    """Raise `IsolationError` if calling `module` runs hooks, of its own or of all modules, naming one.
+    """Raise `IsolationError`, naming the hook, if calling `module` runs one: its own, or one of all modules.
 
-    Hooks of layers inside are seen in the captured graph, and refused there.
+    Hooks of inner layers are part of the captured graph, and refused there.
     """
     for kind, hook in _hooks(module):
         name = getattr(hook, "__qualname__", type(hook).__name__)
         raise IsolationError(
             f"the {kind} {name!r} runs whenever the {what} is called, outside of what is proved or checked to keep "
-            "samples apart: it may use the whole batch. Fix: remove it for private training (handle.remove()), and put "
-            "what it does into the model's forward() or, sample by sample, into the dataset"
+            "samples apart: it may use the whole batch. Fix: remove it for private training (handle.remove()), and do "
+            "its work in the model's forward() or, sample by sample, in the dataset"
         )
 
 

@@ -1,7 +1,6 @@
-"""Watching a private run: a progress bar and logs, with nothing in them that was not noised.
+"""Progress bar and logs of a private run. They contain noised values only.
 
-Losses, gradient norms and accuracies on training data are functions of the data that no noise was added to; none of
-them is shown or written here.
+Losses, gradient norms and accuracies on training data depend on the data and have no noise, so none is shown.
 """
 
 import json
@@ -23,7 +22,7 @@ _EVERY = 15.0
 
 
 class Log(Protocol):
-    """What a scheduler tells of each epoch when it has run; any object with this method may be given."""
+    """Receives a record of each epoch from a scheduler; any object with this method will do."""
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """`record` holds epoch, policy, probabilities, scores (noised), analysed, epsilon and epsilons by purpose.
@@ -84,7 +83,7 @@ def progress(engine: PrivacyEngine, *, delta: float, title: str = "epoch", show:
             micro = run.session.micro
             if micro is None or not visible:
                 continue
-            samples += run.loader.expected_batch_size * micro.last  # the true size is a fact about the data
+            samples += run.loader.expected_batch_size * micro.last  # the true size would reveal data
             now = time.perf_counter()
             if now - asked > _EVERY:
                 asked, epsilon = now, engine.get_epsilon(delta)

@@ -1,4 +1,4 @@
-"""What `make_private` is given, checked: the module, its parameters, the loss, sizes and options."""
+"""Checks of the arguments of `make_private`: the module, its parameters, the loss, sizes and options."""
 
 import math
 import warnings
@@ -38,9 +38,9 @@ __all__ = [
 
 
 def compiled_module(module: nn.Module) -> CompiledModule:
-    """The compiled model that `module` is, or becomes with a budget of 0; DistributedDataParallel is taken off.
+    """`module` as a CompiledModule: another module is compiled with budget 0; DistributedDataParallel is unwrapped.
 
-    Its hooks wait for gradients from autograd, of which a private program gives none: the optimizer adds up.
+    Its hooks wait for gradients from autograd, which a private program does not give: the optimizer adds up.
     """
     if isinstance(module, DistributedDataParallel):
         if module.process_group.size() != dist.get_world_size():
@@ -52,15 +52,15 @@ def compiled_module(module: nn.Module) -> CompiledModule:
     refuse_shards(module)
     if isinstance(module, torch._dynamo.OptimizedModule):
         raise PrivacySpecError(
-            "this model was compiled by torch.compile. Give what it was made of: dpquant_compile.compile(model, "
-            "budget=k) compiles it"
+            "this model was compiled by torch.compile. Fix: give the original to dpquant_compile.compile(model, "
+            "budget=k), which compiles it"
         )
     refuse_batch_norm(module)
     return module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
 
 
 def refuse_shards(module: nn.Module) -> None:
-    """Refuse models whose parameters are spread over processes: the compiled program reads them whole."""
+    """Refuse models whose parameters are sharded over processes: the compiled program reads whole parameters."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import, and seldom needed
@@ -77,11 +77,11 @@ def refuse_shards(module: nn.Module) -> None:
 
 
 def check_world(world: World, poisson_sampling: bool) -> None:
-    """Refuse what several processes cannot do together."""
+    """Refuse options that several processes do not support."""
     if world.size > 1 and not poisson_sampling:
         raise PrivacySpecError(
-            f"poisson_sampling=False with {world.size} processes: samplers of your own would have to give each sample "
-            "to one process only, which nobody can check. Fix: poisson_sampling=True, or one process"
+            f"poisson_sampling=False with {world.size} processes: your own samplers would have to give each sample to "
+            "one process only, which cannot be checked. Fix: poisson_sampling=True, or one process"
         )
 
 
@@ -114,7 +114,7 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
 def reduction_of(
     criterion: Any, asked: str | None, model: nn.Module, step: Step
 ) -> tuple[str, PrivateCriterion | None]:
-    """The reduction, "mean" or "sum", and the criterion made private, which knows the rows of `model`'s outputs."""
+    """The reduction, "mean" or "sum", and the private criterion, which knows how many rows `model`'s outputs have."""
     if asked not in (None, "mean", "sum"):
         raise PrivacySpecError(f"loss_reduction={asked!r}: choose 'mean' or 'sum'")
     if criterion is None:
@@ -130,14 +130,14 @@ def reduction_of(
 
 
 def _rows(model: nn.Module, step: Step) -> int | None:
-    """How many samples the last training forward had; None where there is no telling, as in evaluation."""
+    """How many samples the last training forward had; None if unknown, as in evaluation."""
     return step.rows if model.training and torch.is_grad_enabled() else None
 
 
 def pin_criterion(
     criterion: PrivateCriterion | None, constants: Mapping[str, Any], varying_shapes: bool
 ) -> dict[str, Any]:
-    """Fix what the loss reads beside its samples; the constants that are not the loss' but the model's."""
+    """Fix what the loss reads beside its samples; returns the constants that belong to the model instead."""
     own = {n.removeprefix(CONSTANT_PREFIX): v for n, v in constants.items() if n.startswith(CONSTANT_PREFIX)}
     if criterion is not None:
         criterion.pin(own, varying_shapes)
@@ -151,7 +151,7 @@ def pin_criterion(
 def least_noise(target: tuple[float, float], q: float, steps: int, accountant: str) -> float:
     """The least noise multiplier that keeps `steps` steps of training alone within (ε, δ)."""
     with warnings.catch_warnings():
-        # The search tries multipliers for which the bound is loose; it is a bound all the same.
+        # For some multipliers that the search tries the bound is loose, but it still holds.
         warnings.filterwarnings("ignore", message="Optimal order is the")
         found = get_noise_multiplier(
             target_epsilon=target[0], target_delta=target[1], sample_rate=q, steps=steps, accountant=accountant
@@ -160,7 +160,7 @@ def least_noise(target: tuple[float, float], q: float, steps: int, accountant: s
 
 
 def roomy(data_loader: DataLoader[Any], processes: int = 1) -> int:
-    """A size that one process' share of a Poisson batch hardly ever passes; one that does is cut in two."""
+    """Default physical batch: mean + 4σ of one process' share of a Poisson batch. A larger share is cut in two."""
     try:
         expected = len(data_loader.dataset) / len(data_loader) / processes  # type: ignore[arg-type]
     except TypeError:
@@ -181,7 +181,7 @@ VARYING_SHAPES = (
 
 
 def caveats(secure: bool, poisson: bool = True, varying_shapes: bool = False) -> tuple[str, ...]:
-    """What a run's statement must say of its randomness and of its batches."""
+    """What a run's statement must say about its randomness and its batches."""
     varied = (VARYING_SHAPES,) if varying_shapes else ()
     chosen = "batches were not Poisson samples, so no step gains by sampling: each is counted with q = 1"
     shuffled = () if poisson else (chosen,)
@@ -196,12 +196,12 @@ def caveats(secure: bool, poisson: bool = True, varying_shapes: bool = False) ->
 
 
 def refuse_unknown(options: Mapping[str, Any]) -> None:
-    """Refuse options that Opacus knows and this engine does not, and words that nobody knows."""
+    """Refuse options that Opacus knows and this engine does not, and unknown ones."""
     for name, value in options.items():
         if name == "grad_sample_mode" and value is not None:
             raise PrivacySpecError(
-                f"grad_sample_mode={value!r}: this engine has one mode, clipping inside the compiled program. Leave it "
-                "out, or use opacus.PrivacyEngine with a model that is not compiled"
+                f"grad_sample_mode={value!r}: this engine has one mode, clipping inside the compiled program. Fix: "
+                "leave it out, or use opacus.PrivacyEngine with a model that is not compiled"
             )
         if name != "wrap_model" or value is not True:
-            raise PrivacySpecError(f"make_private got {name}={value!r}, which it does not know")
+            raise PrivacySpecError(f"make_private got {name}={value!r}, which it does not know. Fix: leave it out")

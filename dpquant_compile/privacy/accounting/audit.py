@@ -1,11 +1,10 @@
-"""One-run auditing: a lower bound on epsilon from what one training run gives away about its canaries.
+"""One-run auditing: a lower bound on epsilon from what one training run reveals about its canaries.
 
 The method is that of Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run" (NeurIPS 2023). Many
 canaries go into one run, each by its own fair coin. An auditor who sees what the run releases guesses some of the
 coins. Differential privacy limits how many guesses can be right, so too many right ones refute a claimed epsilon.
 
-A bound that lies above the accountant's epsilon proves a fault. One that lies below proves nothing: an auditor may
-just be weak.
+A bound above the accountant's epsilon proves a fault. A bound below it proves nothing: the auditor may just be weak.
 """
 
 import math
@@ -99,7 +98,7 @@ def epsilon_lower_bound(correct: int, guesses: int, total: int, delta: float, co
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)
-    # Whoever is (ε', δ)-DP is (ε, δ)-DP for all larger ε, so refuting `low` refutes everything below it too.
+    # An (ε', δ)-DP algorithm is (ε, δ)-DP for all larger ε, so refuting `low` refutes everything below it too.
     return low
 
 
@@ -115,19 +114,19 @@ def one_run_audit(
     """Audit one training run: draw the coins, train, guess, and bound epsilon from below.
 
     train       given a bool tensor [canaries] of which canaries to include, trains once and returns one score per
-                canary: the higher, the more the release looks as if this canary was in. It must use the coins for
-                nothing but the training set, and what it scores by must be what the run releases: the final weights,
-                or, for an auditor who sees every step, the noisy gradients.
+                canary: a higher score means that the canary was more likely included. It must use the coins only for
+                the training set, and compute scores only from what the run releases: the final weights or, for an
+                auditor who sees every step, the noisy gradients.
     guesses     numbers of guesses to try, at most `canaries` each. For a number r, the (r + 1) // 2 highest scores are
                 guessed to be in and the r // 2 lowest to be out; on the rest the auditor abstains.
     confidence  of the result. With several numbers of guesses, the best bound is taken and each of them is tested
                 at confidence 1 − (1 − confidence) / len(guesses): a union bound, so that picking the best is valid.
 
-    Choose `guesses` before the run. Few are sharp where the release tells most canaries badly and some well (large
-    noise); many are needed to show a large epsilon: r right guesses out of r show at most about ln(r / 3).
+    Choose `guesses` before the run. Few guesses give a sharp bound if the release reveals only some canaries clearly
+    (large noise). A large epsilon needs many: r right guesses out of r show at most about ln(r / 3).
 
-    A canary is one unit of privacy: in or out. A run that puts something in the place of canaries that are out (a
-    sample without a gradient, say) tests the same sensitivity. The rest of the data is fixed, and may be anything.
+    A canary is one unit of privacy: in or out. A run that replaces excluded canaries by something else (a sample
+    without a gradient, say) tests the same sensitivity. The rest of the data is fixed, and may be anything.
     """
     if not guesses or any(not 0 < r <= canaries for r in guesses):
         raise PrivacySpecError(f"guesses={list(guesses)}: give numbers from 1 to the number of canaries, {canaries}")

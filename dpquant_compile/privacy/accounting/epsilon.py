@@ -1,8 +1,8 @@
-"""`Entry` and the ε of many: one accountant over all of them, with the failures of the accountants made visible.
+"""`Entry`, and the ε of many entries: one accountant over all of them, with every failure of an accountant reported.
 
-Opacus keeps its history in the order of spending. A run with an analysis every other epoch then has dozens of short
-pieces, and its PRV accountant convolves them one by one (58 pieces: 26 s). Composition does not depend on the order,
-so equal mechanisms are gathered first: two pieces, about a second, and the same ε.
+Opacus keeps its history in the order of spending. A run with an analysis every other epoch has dozens of short pieces,
+and the PRV accountant convolves them one by one (58 pieces: 26 s). Composition does not depend on the order, so equal
+mechanisms are gathered first: two pieces, about a second, and the same ε.
 """
 
 import functools
@@ -50,12 +50,12 @@ Target = tuple[float | None, float | None]  # (ε, δ), or None twice
 
 @dataclass(frozen=True)
 class Entry:
-    """Some equal spends in a row: `steps` releases of a Poisson-subsampled Gaussian mechanism."""
+    """Consecutive equal spends: `steps` releases of a Poisson-subsampled Gaussian mechanism."""
 
     purpose: str  # "training", "analysis", or another word
-    mechanism: str  # "subsampled_gaussian" is the only one there is
-    q: float  # the chance of a sample to be in the batch, 0 < q <= 1
-    sigma: float  # standard deviation of the noise over the true sensitivity; 0 is no privacy at all
+    mechanism: str  # only "subsampled_gaussian" is supported
+    q: float  # probability that a sample is in the batch, 0 < q <= 1
+    sigma: float  # standard deviation of the noise over the true sensitivity; 0 means no privacy
     steps: int  # >= 1
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Entry:
         object.__setattr__(self, "steps", check_count("steps", self.steps))
 
     def same_spend(self, other: "Entry") -> bool:
-        """Whether one spend of each is the same, however many there are."""
+        """Whether both consist of the same single spend, in any number."""
         return self == replace(other, steps=self.steps)
 
 
@@ -90,7 +90,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int, or an error that names it if it is not whole or less than `least`."""
+    """`value` as an int, or an error that names it if it is not an integer or is below `least`."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -101,7 +101,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def appended(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
-    """`entries` and then `entry`; equal neighbours become one."""
+    """`entries` followed by `entry`; equal neighbours are merged."""
     if entries and entries[-1].same_spend(entry):
         return (*entries[:-1], replace(entry, steps=entries[-1].steps + entry.steps))
     return (*entries, entry)
@@ -126,7 +126,7 @@ def between(entries: Iterable[Entry], start: int, end: int) -> tuple[Entry, ...]
 
 @dataclass(frozen=True)
 class Record:
-    """What was spent, and by whom: run i made the spends from its start up to the next run's."""
+    """What was spent, and by which run: run i made the spends from its start up to the start of the next run."""
 
     entries: tuple[Entry, ...] = ()
     runs: tuple[tuple[int, str], ...] = ()  # (first spend, name), by first spend
@@ -142,7 +142,7 @@ class Record:
         return Record(between(self.entries, 0, steps), runs)
 
     def begins_with(self, other: "Record") -> bool:
-        """Whether the first spends are those of `other`, of the same runs: equal numbers of another run are not."""
+        """Whether the first spends are those of `other`, made by the same runs."""
         return self.first(total_steps(other.entries)) == other
 
     def spends_of(self, run: str) -> tuple[Entry, ...]:
@@ -174,7 +174,7 @@ class Record:
 
 
 def gathered(entries: Iterable[Entry]) -> History:
-    """What an accountant needs of the entries: each (σ, q) once, in order of first spend."""
+    """The entries as an accountant needs them: each (σ, q) once, in order of first spend."""
     counts: dict[tuple[float, float], int] = {}
     for entry in entries:
         counts[entry.sigma, entry.q] = counts.get((entry.sigma, entry.q), 0) + entry.steps
@@ -199,7 +199,7 @@ def check_delta(delta: float, name: str = "delta") -> float:
 
 
 def check_target(epsilon: float | None, delta: float | None) -> Target:
-    """A target as floats, or None twice; an error if it is half of one or out of its domain."""
+    """A target as floats, or None twice; an error if only one is given or one is out of its domain."""
     if (epsilon is None) != (delta is None):
         raise PrivacySpecError(f"A target needs target_epsilon and target_delta, not {epsilon!r} and {delta!r}.")
     if epsilon is None or delta is None:
@@ -216,10 +216,10 @@ def opacus_accountant(accountant: str, history: History) -> Any:
         pairs = ", ".join(f"(σ={sigma:g}, q={q:g})" for sigma, q, _ in history)
         raise PrivacySpecError(
             f"The GDP accountant composes one pair of noise multiplier and sampling rate, and here are {len(history)}: "
-            f"{pairs}. Use accountant='prv' or accountant='rdp'."
+            f"{pairs}. Fix: use accountant='prv' or accountant='rdp'."
         )
     with warnings.catch_warnings():
-        # That GDP is experimental is said once, when a ledger with this accountant is made.
+        # The ledger warns once, when it is made, that GDP is experimental.
         warnings.filterwarnings("ignore", message="GDP accounting is experimental")
         filled = create_accountant(accountant)
     filled.history = list(history)
@@ -229,8 +229,10 @@ def opacus_accountant(accountant: str, history: History) -> Any:
 def composed_epsilon(accountant: str, history: History, delta: float) -> float:
     """ε of the whole history at `delta`, by one accountant.
 
-    Nothing spent is 0, a mechanism without noise is infinity. Where PRV fails, RDP stands in, with a RuntimeWarning:
-    its ε is an upper bound as well, but a looser one. Where that fails too, infinity is the only bound left.
+    Without spends it is 0; a mechanism without noise gives infinity. Where PRV fails, RDP replaces it, with a
+    RuntimeWarning: its ε is an upper bound too, but a looser one. Where RDP fails too, ε is infinity.
+
+    Guarantee: no number of an accountant that failed is used; ε then becomes a looser bound or infinity.
     """
     if not history:
         return 0.0
@@ -241,7 +243,7 @@ def composed_epsilon(accountant: str, history: History, delta: float) -> float:
     if accountant == "prv":
         try:
             return _prv_epsilon(history, delta)
-        except Exception as error:  # whatever it is, the numbers of an accountant that failed are not to be used
+        except Exception as error:  # after any failure the accountant's numbers must not be used
             warnings.warn(
                 f"Opacus' PRV accountant failed on (σ, q, steps) = {list(history)} with {type(error).__name__}: "
                 f"{error}. ε is from the RDP accountant instead, which is a valid but looser bound.",
@@ -262,15 +264,15 @@ def composed_epsilon(accountant: str, history: History, delta: float) -> float:
 
 # Losses beyond this overflow exp() in double precision.
 MAX_LOSS = 700.0
-# Points of the grid of privacy losses: 64 MiB per array, of which PRV holds about ten, and up to a minute.
+# Limit on the points of the grid of privacy losses: 64 MiB per array, PRV holds about ten; takes up to a minute.
 MAX_GRID = 2**23
-PRV_ERROR = 0.01  # on ε; it is added to the estimate. Opacus' default, spelt out because the grid follows from it.
+PRV_ERROR = 0.01  # on ε, and added to the estimate. Opacus' default, written out because the grid depends on it.
 
 
-@functools.lru_cache(maxsize=4096)  # a second of work each, and runs that differ in their seed alone ask for the same
+@functools.lru_cache(maxsize=4096)  # a second of work each; runs that differ only in their seed repeat it
 def _prv_epsilon(history: History, delta: float) -> float:
-    # The grid reaches as far as the RDP bound at a much smaller δ; its mesh is as in PRVAccountant._get_domain. Ask
-    # first: the accountant would fill the memory before it fails.
+    # The grid reaches as far as the RDP bound at a much smaller δ; its mesh is as in PRVAccountant._get_domain. Check
+    # its size first: the accountant would exhaust the memory before it fails.
     delta_error = delta / 1000
     reach = _rdp_epsilon(history, delta_error / 4) + 3
     if not reach < MAX_LOSS:
@@ -279,7 +281,7 @@ def _prv_epsilon(history: History, delta: float) -> float:
     points = 2 * reach / PRV_ERROR * math.sqrt(steps * math.log(12 / delta_error) / 2)
     if points > MAX_GRID:
         raise OverflowError(f"a grid of {points:.3g} privacy losses is too large")
-    # At q = 1 the lowest loss is log(1 - q) = -inf, which is meant; elsewhere a division by zero is a fault.
+    # At q = 1 the lowest loss is log(1 - q) = -inf, as intended; elsewhere a division by zero is a fault.
     whole = any(q == 1 for _, q, _ in history)
     epsilon = _strictly(
         lambda: opacus_accountant("prv", history).get_epsilon(delta, eps_error=PRV_ERROR, delta_error=delta_error),
@@ -301,7 +303,7 @@ def _rdp_epsilon(history: History, delta: float) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _rdp_of_one(sigma: float, q: float) -> Any:
-    """What `RDPAccountant` computes anew for every ε, though it does not depend on the number of steps."""
+    """RDP of one step. `RDPAccountant` computes it again for every ε, though it does not depend on the steps."""
     return rdp.compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=RDPAccountant.DEFAULT_ALPHAS)
 
 
@@ -311,21 +313,21 @@ def _gdp_epsilon(history: History, delta: float) -> float:
     try:
         mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=q)
         if gdp.delta_eps_mu(eps=0, mu=mu) <= delta:
-            return 0.0  # Opacus looks for a root above 0, finds none, and raises
+            return 0.0  # Opacus searches a root above 0, finds none, and raises
         return float(_strictly(lambda: accountant.get_epsilon(delta), divide="raise"))
     except (ArithmeticError, ValueError, Warning) as error:
         raise PrivacySpecError(
             f"The GDP accountant cannot account for σ={sigma:g}, q={q:g}, {steps} steps ({type(error).__name__}: "
-            f"{error}). Use accountant='prv' or accountant='rdp'."
+            f"{error}). Fix: use accountant='prv' or accountant='rdp'."
         ) from error
 
 
 def _strictly(compute: Callable[[], Any], divide: Any) -> float:
-    """What `compute` returns, every floating-point fault and every warning in it raised as an error but for one."""
+    """The result of `compute`, with floating-point faults and warnings, except one, raised as errors."""
     with np.errstate(over="raise", invalid="raise", divide=divide), warnings.catch_warnings():
         warnings.simplefilter("error")
-        # RDP minimises over a fixed list of orders; at its end ε is still a valid bound, only not the tightest.
-        # It is common after a few steps, there is nothing to do about it here, and PRV only sizes its grid by it.
+        # RDP minimises over a fixed list of orders; at its ends ε is still a valid bound, only not the tightest. This
+        # is common after a few steps and cannot be avoided here; PRV uses it only for the size of its grid.
         warnings.filterwarnings("ignore", message="Optimal order is the (smallest|largest) alpha")
         return float(compute())
 
@@ -333,12 +335,12 @@ def _strictly(compute: Callable[[], Any], divide: Any) -> float:
 class Headroom:
     """How many more equal spends fit under a target.
 
-    `fits(n)` says, slowly, whether n of them fit; it must not become true again as n grows. It is asked for growing n
-    only as far as needed, and by bisection once one did not fit, so that a training loop of thousands of steps asks
-    about twenty times. The answers of `allows` are exact all the same.
+    `fits(n)` says, slowly, whether n of them fit; once false, it must stay false as n grows. It is called for growing n
+    only as far as needed, and by bisection after the first failure, so that a training loop of thousands of steps calls
+    it about twenty times. The answers of `allows` are still exact.
     """
 
-    FIRST = 64  # the first question; small, as many steps with little noise are costly to account for
+    FIRST = 64  # the first n; small, since many steps with little noise are costly to account for
 
     def __init__(self, fits: Callable[[int], bool]) -> None:
         self._fits = fits

@@ -1,7 +1,7 @@
 """`Ledger`: every privacy spend of a run, itemised, composed by one accountant, and on disk before it is made.
 
-A crash can so leave too much in the ledger, never too little. A resumed run that repeats its releases bit for bit
-repeats no spend: each spend belongs to a run, and a run may go once more through its own spends.
+So a crash can leave too many spends in the ledger, never too few. A resumed run that repeats its releases bit for bit
+is not charged again: each spend belongs to a run, and a run may repeat its own spends once.
 """
 
 import importlib
@@ -45,16 +45,15 @@ __all__ = ["Entry", "Ledger"]
 
 
 class Ledger:
-    """The privacy spends of a run, in order, and what they cost together.
+    """The privacy spends of a run, in order, and their total cost.
 
-    With a `path` each spend is on disk before `spend` returns, and a ledger made with the same path goes on from
-    there. With a target, a spend that would pass it is refused. `path` becomes the file that it leads to, without
-    symlinks.
+    With a `path` each spend is on disk before `spend` returns, and a ledger made with the same path continues from
+    there. With a target, a spend that would exceed it is refused. Symlinks in `path` are resolved.
 
     standing  caveats that hold for the spends that follow; each spend records them, on disk in the same write
 
-    Guarantee: a spend that `spend` returned from is never lost, nor is a caveat that was recorded. One ledger at a time
-    has a file open for writing, from its making to `close()`, garbage collection or the end of the process; a second
+    Guarantee: once `spend` returns, the spend is never lost, nor is a recorded caveat. Only one ledger at a time has a
+    file open for writing, from its construction to `close()`, garbage collection or the end of the process; a second
     one is refused. A ledger takes spends in the process that made it, not in a forked child. One from `Ledger.read`
     takes none.
     """
@@ -71,31 +70,31 @@ class Ledger:
         self.target_epsilon, self.target_delta = check_target(target_epsilon, target_delta)
         self.path = None if path is None else resolved(path)
         self.standing: tuple[str, ...] = ()
-        self._caveats: tuple[str, ...] = ()  # those that are recorded
+        self._caveats: tuple[str, ...] = ()  # recorded ones only
         self._record = Record()
         self._run = uuid.uuid4().hex
-        self._done = 0  # spends that this run has made, those that it repeated among them
-        self._recorded = 0  # spends of this run that were on record when it was resumed: it repeats those up to there
+        self._done = 0  # spends that this run has made, repeated ones included
+        self._recorded = 0  # spends of this run that were on record when it was resumed: it repeats up to here
         self._pending: tuple[Entry, ...] = ()  # recorded spends of this run that it has yet to repeat
         self._file: LedgerFile | None = None
         self._refusal: str | None = None  # why nothing can be spent here
         self._headroom: dict[tuple[float, float], Headroom] = {}
         self._epsilons: dict[tuple[History, float], float] = {}
         if accountant == "gdp":
-            create_accountant(accountant)  # Opacus says of this one that it can underestimate: let it be heard once
+            create_accountant(accountant)  # shows Opacus' warning once that this accountant can underestimate
         if self.path is not None:
             self._open(LedgerFile(self.path))
         _OPEN.add(self)
 
     def __reduce__(self) -> NoReturn:
         """Refuse copies and pickles: two ledgers would each count a part of one run's spends."""
-        raise LedgerError("A privacy ledger cannot be copied or pickled. Take its state_dict().")
+        raise LedgerError("A privacy ledger cannot be copied or pickled. Fix: take its state_dict().")
 
     def close(self) -> None:
-        """Let other ledgers open the file. What was spent can still be read here; nothing more can be spent."""
+        """Release the file for other ledgers. What was spent can still be read here; spending is refused."""
         if self._file is not None:
             self._file.close()
-        self._refusal = self._refusal or "This privacy ledger was closed. Make a new engine or ledger to go on."
+        self._refusal = self._refusal or "This privacy ledger was closed. Fix: make a new engine or ledger to go on."
 
     def check_open(self) -> None:
         """Raise `LedgerError` unless spends can be recorded here."""
@@ -103,15 +102,15 @@ class Ledger:
             raise LedgerError(f"{self._refusal} Nothing was spent.")
 
     def disown(self) -> None:
-        """In a forked child: refuse all that follows, since the parent goes on with the same account."""
+        """In a forked child: refuse all further spends, since the parent continues the same account."""
         self._refusal = self._refusal or (
             "This privacy ledger belongs to the parent process, from which this one was forked: spends of the child "
-            "would not reach it. Make an engine of its own in the child, with another ledger_path."
+            "would not reach it. Fix: make a new engine in the child, with another ledger_path."
         )
 
     @property
     def position(self) -> tuple[str, int]:
-        """The run that spends now, and how many spends it has made."""
+        """The current run, and how many spends it has made."""
         return self._run, self._done
 
     @property
@@ -121,7 +120,7 @@ class Ledger:
 
     @property
     def purposes(self) -> tuple[str, ...]:
-        """What was spent for, in the order of first spend."""
+        """The purposes of all spends, in the order of first spend."""
         return tuple(dict.fromkeys(entry.purpose for entry in self.entries))
 
     @property
@@ -130,12 +129,12 @@ class Ledger:
         return checked_caveats((*self._caveats, *self.standing))
 
     def add_caveat(self, text: str) -> None:
-        """Record a sentence that `statement` must not leave out, also in the file; one that is there stays one."""
+        """Record a sentence that `statement` must not leave out, also in the file; a repeated one is recorded once."""
         self.check_open()
         self._record_caveats(checked_caveats((*self._caveats, text)))
 
     def set_target(self, target_epsilon: float, target_delta: float) -> None:
-        """Set the target of a ledger that has none, also in the file; one that is there is not changed."""
+        """Set the target of a ledger that has none, also in the file; an existing target cannot be changed."""
         self.check_open()
         target = check_target(target_epsilon, target_delta)
         own = (self.target_epsilon, self.target_delta)
@@ -144,14 +143,14 @@ class Ledger:
         if own != (None, None):
             raise LedgerError(
                 f"The privacy ledger has the target (ε, δ) = {own} already, and it cannot become {target}: the spends "
-                "so far were allowed under the first. Give the same target, or use another ledger."
+                "so far were allowed under the first. Fix: give the same target, or use another ledger."
             )
         self._write(self._record, self._caveats, target)
         self.target_epsilon, self.target_delta = target
         self._headroom.clear()
 
     def check(self, purpose: str, *, q: float, sigma: float, steps: int = 1) -> None:
-        """Raise what `spend` would raise, and spend nothing."""
+        """Raise what `spend` would raise, without spending."""
         self.check_open()
         entry = Entry(purpose, "subsampled_gaussian", q, sigma, steps)
         new = entry.steps - self._repeated(entry)
@@ -160,16 +159,16 @@ class Ledger:
 
     @property
     def recorded(self) -> int:
-        """How many spends of this run were on record when it was resumed; it repeats those up to this number."""
+        """How many spends of this run were on record when it was resumed; it repeats them up to this number."""
         return self._recorded
 
     @property
     def repeating(self) -> bool:
-        """Whether a resumed run has recorded spends before it that it is to make again."""
+        """Whether a resumed run still has recorded spends to repeat."""
         return bool(self._pending)
 
     def departs(self, purpose: str, *, q: float, sigma: float) -> bool:
-        """Whether a spend would be another than the recorded one that a resumed run is due to repeat."""
+        """Whether a spend differs from the recorded one that a resumed run must repeat next."""
         return self.repeating and not self._repeated(Entry(purpose, "subsampled_gaussian", q, sigma, 1))
 
     def spend(
@@ -191,7 +190,7 @@ class Ledger:
             return
         fresh = replace(entry, steps=new)
         self._admit(fresh)
-        # A spend other than the recorded one that was due: from here on this is another run than the recorded.
+        # The spend differs from the recorded one that was due: from here on this is a new run.
         run = uuid.uuid4().hex if pending else self._run
         record = self._record.with_spend(fresh, run)
         caveats = self.caveats
@@ -200,7 +199,7 @@ class Ledger:
         self._recorded = 0 if pending else self._recorded
         self._record, self._caveats, self._run, self._pending = record, caveats, run, ()
         room = self._headroom.get((entry.sigma, entry.q))
-        self._headroom.clear()  # what else fits depends on what is spent
+        self._headroom.clear()  # it depends on what is spent
         if room is not None:
             room.take(new)
             self._headroom[entry.sigma, entry.q] = room
@@ -211,7 +210,7 @@ class Ledger:
         return self._epsilon(gathered(e for e in self.entries if purpose is None or e.purpose == purpose), delta)
 
     def epsilons(self, delta: float) -> dict[str, float]:
-        """ε of each purpose by itself, in the order of first spend. Their sum is more than what all cost together."""
+        """ε of each purpose by itself, in the order of first spend. Their sum is more than the total cost."""
         return {purpose: self.epsilon(delta, purpose) for purpose in self.purposes}
 
     @property
@@ -235,24 +234,24 @@ class Ledger:
     def statement(self, delta: float, *, unit: str = UNIT, adjacency: str = "add_remove") -> str:
         """The privacy claim in plain words: whom it protects, what was counted, what was not, and all caveats.
 
-        `adjacency` is "add_remove", which is what the entries stand for; for "replace" there is no number here.
+        `adjacency` must be "add_remove", which the entries are for; "replace" is refused.
         """
         return statement(self, delta, unit, adjacency)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger at this moment in plain Python types, for a checkpoint."""
+        """The current state of the ledger in plain Python types, for a checkpoint."""
         return LedgerState(self._record, self._caveats, self._run, self._done).as_plain()
 
     def load_state_dict(self, state: Mapping[str, Any], *, replays: bool) -> None:
         """Go back to the moment of `state`, without forgetting what was recorded since.
 
-        `replays` is the promise that the run will now make the same releases as before with the same random bits.
-        Its recorded spends beyond `state` are then not counted again, as far as it keeps to them in order. Without
-        it everything from here on is new.
+        `replays` promises that the run will make the same releases as before with the same random bits. Its recorded
+        spends beyond `state` are then not counted again, as long as it repeats them in order. Without `replays`
+        everything from here on is new.
 
-        Guarantee: no spend of this ledger is forgotten, nor one of the state. What the ledger holds must begin with
-        what the state holds; without a file the state may also be ahead, and its spends are taken over. Otherwise
-        `LedgerError` is raised, and nothing changes. Caveats of both stay.
+        Guarantee: no spend is forgotten, neither of this ledger nor of the state. The ledger must begin with the spends
+        of the state; without a file the state may also be ahead, and its spends are taken over. Otherwise `LedgerError`
+        is raised, and nothing changes. Caveats of both stay.
         """
         self.check_open()
         then = LedgerState.from_plain(state)
@@ -271,13 +270,13 @@ class Ledger:
             self.depart()
 
     def is_ahead_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether there are spends here that the ledger of this state does not have."""
+        """Whether this ledger has spends that the ledger of this state lacks."""
         return not LedgerState.from_plain(state).record.begins_with(self._record)
 
     def mirror(self, state: Mapping[str, Any]) -> None:
         """Become a copy of the ledger of another process of the same run, from its state.
 
-        Guarantee: if there are spends here that the state lacks, `LedgerError` is raised, and nothing changes.
+        Guarantee: if this ledger has spends that the state lacks, `LedgerError` is raised, and nothing changes.
         """
         self.check_open()
         then = LedgerState.from_plain(state)
@@ -288,7 +287,7 @@ class Ledger:
         self._resume(then)
 
     def depart(self, run: str | None = None) -> None:
-        """Go on as another run, of this name or a new one: it repeats nothing, and every spend counts."""
+        """Continue as another run, of this name or a new one: it repeats nothing, and every spend counts."""
         self.check_open()
         self._run, self._done, self._recorded, self._pending = run or uuid.uuid4().hex, 0, 0, ()
 
@@ -302,8 +301,8 @@ class Ledger:
         ledger = cls(contents.accountant, None, *contents.target)
         ledger.path, ledger._record, ledger._caveats = resolved(path), contents.record, contents.caveats
         ledger._refusal = (
-            f"The privacy ledger {ledger.path} was opened by Ledger.read, for reading. Open it with "
-            "Ledger(accountant, path), or by PrivacyEngine(ledger_path=…), to spend."
+            f"The privacy ledger {ledger.path} was opened by Ledger.read, for reading. Fix: to spend, open it with "
+            "Ledger(accountant, path), or by PrivacyEngine(ledger_path=…)."
         )
         return ledger
 
@@ -320,9 +319,9 @@ class Ledger:
     def _different(self, then: Record) -> str:
         own = f"the privacy ledger {self.path}" if self.path else "the privacy ledger of this engine"
         fix = (
-            "Use the ledger file of the run that wrote the checkpoint."
+            "Fix: use the ledger file of the run that wrote the checkpoint."
             if self.path
-            else "Load it into a new engine, or give both runs the same ledger_path."
+            else "Fix: load it into a new engine, or give both runs the same ledger_path."
         )
         return (
             f"The checkpoint and {own} belong to different runs: the checkpoint has {_summary(then)}, and the ledger "
@@ -330,15 +329,15 @@ class Ledger:
         )
 
     def _repeated(self, entry: Entry) -> int:
-        """How many of the entry's spends are the recorded ones that this run has to make next."""
+        """How many of the entry's spends are recorded ones that this run must repeat next."""
         due = self._pending[:1]
         return min(entry.steps, due[0].steps) if due and due[0].same_spend(entry) else 0
 
     def _admit(self, entry: Entry) -> None:
-        """Raise if the entry cannot be accounted for, or would pass the target."""
+        """Raise if the entry cannot be accounted for, or would exceed the target."""
         after = gathered((*self.entries, entry))
         if self.accountant == "gdp":
-            opacus_accountant(self.accountant, after)  # it cannot compose different mechanisms, and says so
+            opacus_accountant(self.accountant, after)  # raises for mechanisms that it cannot compose
         target, delta = self.target_epsilon, self.target_delta
         if target is None or delta is None:
             return
@@ -352,12 +351,12 @@ class Ledger:
             raise PrivacyBudgetError(
                 f"{entry.steps} more {entry.purpose} step(s) at q={entry.q:.6g}, sigma={entry.sigma:.6g} would take ε "
                 f"from {self.epsilon(delta):.6g} to {self._epsilon(after, delta):.6g} at δ={delta:g}, past the target "
-                f"{target:g}. Nothing was spent. Stop here, or plan the run with more noise, fewer steps or fewer "
+                f"{target:g}. Nothing was spent. Fix: stop here, or plan the run with more noise, fewer steps or fewer "
                 "analyses (dpq.plan)."
             )
 
     def _open(self, file: LedgerFile) -> None:
-        """Go on from a file, or begin it."""
+        """Continue from a file, or create it."""
         try:
             self._file = file
             if file.contents is None:
@@ -376,8 +375,8 @@ class Ledger:
         different = [f"{name} is {there!r} there and {here!r} here" for name, there, here in pairs if there != here]
         if different:
             raise LedgerError(
-                f"The privacy ledger {self.path} was begun otherwise: {'; '.join(different)}. Use what it has, or "
-                "another path for an unrelated run on other data."
+                f"The privacy ledger {self.path} was begun with other settings: {'; '.join(different)}. Fix: use those "
+                "of the file, or another path for an unrelated run on other data."
             )
         self._record, self._caveats = found.record, found.caveats
 

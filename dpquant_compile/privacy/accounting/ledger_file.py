@@ -1,4 +1,4 @@
-"""`LedgerFile`: a privacy ledger on disk, written whole by its one owner, and read only if it is undamaged."""
+"""`LedgerFile`: a privacy ledger on disk, written atomically by its one owner, and read only if it is undamaged."""
 
 import hashlib
 import json
@@ -39,23 +39,23 @@ class Contents:
 class LedgerFile:
     """The file of a ledger, opened for writing.
 
-    contents  what it held when it was opened; None for a file that was not there yet
+    contents  what it held when it was opened; None if there was no file
 
-    Guarantee: from here to `close` no other `LedgerFile` of this path exists, in any process. What `write` returned
-    from is on disk.
+    Guarantee: until `close` no other `LedgerFile` of this path exists, in any process. Once `write` returns, its
+    contents are on disk.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.parent.is_dir():
             raise LedgerError(
-                f"The folder of the privacy ledger {path} does not exist. Make it, or choose another path."
+                f"The folder of the privacy ledger {path} does not exist. Fix: make it, or choose another path."
             )
         if path.exists() and not path.is_file():
             raise LedgerError(_no_ledger(path))
         if path.exists() and path.stat().st_nlink > 1:
             raise LedgerError(
-                f"The privacy ledger {path} has another name in its filesystem, a hard link, which would keep what is "
-                "there now while this one goes on. Fix: remove the other name, or make it a symbolic link."
+                f"The privacy ledger {path} has a second name in its filesystem, a hard link, which would keep the "
+                "old contents while this one changes. Fix: remove the other name, or make it a symbolic link."
             )
         self.path = path
         self._lock = FileLock(path)
@@ -70,7 +70,7 @@ class LedgerFile:
             raise
 
     def write(self, contents: Contents) -> None:
-        """Replace the file, durably; on failure the old one stays or the new one is whole."""
+        """Replace the file, atomically and durably; after a failure it is the whole old file or the whole new one."""
         self._lock.check()
         try:
             found = self.path.read_bytes()
@@ -79,25 +79,25 @@ class LedgerFile:
         if found != self._bytes:
             raise LedgerError(
                 f"The privacy ledger {self.path} changed under this process, which has it open. One process must own a "
-                "ledger: find out what else wrote, restored or removed the file, and open it anew to go on from what "
-                "it has. Nothing was spent."
+                "ledger. Nothing was spent. Fix: find out what else wrote, restored or removed the file, and open it "
+                "again to continue from its contents."
             )
         data = _encode(contents)
 
         def placed() -> None:
-            # From here on the file has the spend, whether or not the caller gets to make it. If the folder cannot be
-            # synchronised the caller does not, and the next write takes it out again.
+            # From here on the file has the spend, even if the caller cannot make it: if the folder cannot be synced,
+            # the caller gets an error, and the next write removes the spend.
             self._bytes = data
 
         write_whole(self.path, lambda file: file.write(data), placed)
 
     def close(self) -> None:
-        """Let others open the file for writing."""
+        """Release the file, so that others can open it for writing."""
         self._lock.release()
 
 
 def resolved(path: str | Path) -> Path:
-    """The file that a path leads to, by an absolute name without symlinks: a write replaces the file of that name."""
+    """The absolute path without symlinks: a write replaces the file of that name."""
     try:
         return Path(path).resolve()
     except (OSError, RuntimeError) as error:  # a loop of symlinks
@@ -106,23 +106,23 @@ def resolved(path: str | Path) -> Path:
 
 def read_contents(path: Path) -> Contents:
     """What the ledger at `path` holds at this moment, read without a lock."""
-    released = Releases(path).counts  # first: its owner writes each spend before the release
+    released = Releases(path).counts  # read first: the owner writes each spend before its release
     if not path.is_file() and not any(released.values()):
         raise LedgerError(_no_ledger(path))
     contents = _decode(path)[0] if path.is_file() else None
     _check_whole(path, Record() if contents is None else contents.record, released)
-    assert contents is not None  # or spends would have been missing
+    assert contents is not None  # else `_check_whole` has found missing spends
     return contents
 
 
 def _check_whole(path: Path, record: Record, released: Mapping[str, int]) -> None:
-    """Raise if the releases beside a ledger show spends that it does not have: it was deleted, or rolled back."""
+    """Raise if the releases file shows spends that the ledger lacks: the ledger was deleted, or rolled back."""
     missing = {run: (count, total_steps(record.spends_of(run))) for run, count in released.items()}
     parts = [f"{there} of run {run}, of which it has {here}" for run, (there, here) in missing.items() if there > here]
     if parts:
         raise LedgerError(
             f"The privacy ledger {path} was deleted or rolled back: {path.name}.releases beside it shows more spends "
-            f"than the ledger holds. It shows {'; '.join(parts)}. What is missing has been spent all the same. Fix: "
+            f"than the ledger holds. It shows {'; '.join(parts)}. The missing spends were made and still count. Fix: "
             "restore the ledger from a backup. If it is lost for good, start a new ledger under another name, enter "
             "the missing spends by hand with ledger.spend(purpose, q=…, sigma=…, steps=…), and keep the .releases file "
             "as evidence."
@@ -135,7 +135,7 @@ def _header(contents: Contents) -> dict[str, Any]:
 
 
 def checked_caveats(caveats: Iterable[Any]) -> tuple[str, ...]:
-    """The caveats, each once; an error unless they are sentences."""
+    """The caveats without duplicates; an error unless they are sentences."""
     once = dict.fromkeys([caveats] if isinstance(caveats, str) else caveats)
     if not all(isinstance(caveat, str) and caveat for caveat in once):
         raise PrivacySpecError(f"A caveat of a privacy ledger must be a sentence: {list(once)!r}.")
@@ -154,7 +154,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def _decode(path: Path) -> tuple[Contents, bytes]:
-    """Contents and bytes of a ledger file; LedgerError unless it is, byte for byte, one that we wrote."""
+    """Contents and bytes of a ledger file; LedgerError unless it is, byte for byte, a file that this library wrote."""
     data = path.read_bytes()
     try:
         body = json.loads(data)
@@ -171,17 +171,17 @@ def _decode(path: Path) -> tuple[Contents, bytes]:
     if version not in (1, VERSION):
         raise LedgerError(
             f"The privacy ledger {path} is of version {version!r}, and this release of dpquant_compile reads versions "
-            f"1 to {VERSION}. Use the release that wrote it; do not begin a new ledger for the same data."
+            f"1 to {VERSION}. Fix: use the release that wrote it; do not begin a new ledger for the same data."
         )
     raise LedgerError(_corrupt(path, "its checksum does not match"))
 
 
 def _no_ledger(path: Path) -> str:
-    return f"There is no privacy ledger at {path}. Give the path of a file."
+    return f"There is no privacy ledger at {path}. Fix: give the path of an existing file."
 
 
 def _corrupt(path: Path, reason: str) -> str:
     return (
-        f"The privacy ledger {path} is damaged ({reason}). What it recorded has been spent all the same: put back a "
-        "copy of the file, or write down the spends by hand in a new one. Do not begin again from zero."
+        f"The privacy ledger {path} is damaged ({reason}). The spends it recorded still count. Fix: restore a copy of "
+        "the file, or enter the spends by hand in a new one. Do not begin again from zero."
     )

@@ -1,4 +1,4 @@
-"""`LedgerState`: a privacy ledger at one moment, as a checkpoint holds it."""
+"""`LedgerState`: the state of a privacy ledger in a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["LedgerState"]
 
 @dataclass(frozen=True)
 class LedgerState:
-    """What was spent, what must be said of it, and which run had made how many of the spends."""
+    """The spends, the caveats about them, and the current run with its number of spends."""
 
     record: Record
     caveats: tuple[str, ...]
@@ -44,5 +44,5 @@ class LedgerState:
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(
                 f"This is not the state of a privacy ledger, of versions 1 to {VERSION} ({type(error).__name__}: "
-                f"{error}). Load the checkpoint with the version of dpquant_compile that wrote it."
+                f"{error}). Fix: load the checkpoint with the version of dpquant_compile that wrote it."
             ) from error

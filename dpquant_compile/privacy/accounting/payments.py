@@ -1,4 +1,4 @@
-"""`Payments`: what an engine spends and what becomes of it, in the one order that is sound."""
+"""`Payments`: spends and releases of an engine, in the only sound order."""
 
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,18 +15,18 @@ __all__ = ["Payments"]
 class Payments:
     """The spends of a ledger and the releases that they pay for. On several processes rank 0 keeps the releases.
 
-    Guarantee: a spend is recorded before its data is read, and after what became of the spend before it. A run that
-    departs from the recorded one takes new noise, and is another run from there on. Neither a closed engine nor a
-    forked child notes a release.
+    Guarantee: a spend is recorded before its data is read, and after the outcome of the previous spend. A run that
+    departs from the recorded one takes new noise, and is a new run from there on. Neither a closed engine nor a forked
+    child records a release.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.releases = Releases(ledger.path)
         self._ledger = ledger
-        self._repeating = False  # whether the last spend was one that a resumed run repeats
+        self._repeating = False  # whether the last spend repeated a recorded one
 
     def spend(self, world: World, renew: Callable[[], None], purpose: str, *, q: float, sigma: float) -> None:
-        """Record a release that is about to be made; `renew` gives the run randomness that was never used."""
+        """Record a spend before its release; `renew` gives the run unused randomness."""
         ledger, releases = self._ledger, self.releases
         ledger.check_open()
         if self._repeating:
@@ -49,12 +49,12 @@ class Payments:
             raise
 
     def note(self, values: Sequence[Tensor]) -> None:
-        """Note noised values that are about to be used; a resumed run must repeat those that were noted before."""
+        """Record noised values before they are used; a resumed run must repeat those that were recorded before."""
         self._ledger.check_open()
         self.releases.note(values)
 
     def note_step(self, world: World, values: Sequence[Tensor]) -> None:
-        """`note` of values that all processes have: rank 0 stops all of them where a repetition differs."""
+        """`note` for values that all processes have: rank 0 stops all of them if a repetition differs."""
         if self._repeating:
             world.on_first("the check of a repeated step", lambda: self.note(values))
         elif world.first:

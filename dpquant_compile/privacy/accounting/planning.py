@@ -18,34 +18,34 @@ from dpquant_compile.privacy.accounting.epsilon import (
 
 __all__ = ["Plan", "plan"]
 
-# What the scheduler's estimators measure with unless told otherwise.
+# Default noise of the scheduler's estimators.
 SIGMA_MEASURE = {"per_sample": 2.0, "paper": 0.5}
 PER_SAMPLE_BATCH = 512  # samples that a per-sample analysis is expected to draw
 PHYSICAL_BATCH = 128
 
 GRID = 1000  # σ is searched in steps of 1 / GRID …
-MAX_SIGMA = 1000  # … up to this: no training survives more
+MAX_SIGMA = 1000  # … up to this: no training works with more
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run costs: with `noise_multiplier`, training and analyses together have `epsilon`."""
+    """The cost of a run: with `noise_multiplier`, training and analyses together have `epsilon`."""
 
     noise_multiplier: float
-    epsilon: float  # of all of it, at most target_epsilon where there is one
+    epsilon: float  # of the whole run; at most target_epsilon if there is one
     epsilons: dict[str, float]  # of each purpose by itself
-    target_epsilon: float | None  # None where the noise was given
+    target_epsilon: float | None  # None if the noise was given
     delta: float
     steps: int
     sample_rate: float
     analyses: int
-    analysis_rate: float  # 0.0 without analyses, as the next
+    analysis_rate: float  # 0.0 without analyses; so is the next
     sigma_measure: float
     accountant: str
 
     @property
     def spends(self) -> tuple[tuple[str, int, float, float, float], ...]:
-        """Purpose, steps, q, σ and ε by itself, of training and of the analyses where there are any."""
+        """Purpose, steps, q, σ and own ε of training and, if there are any, of the analyses."""
         training = ("training", self.steps, self.sample_rate, self.noise_multiplier, self.epsilons["training"])
         if not self.analyses:
             return (training,)
@@ -80,12 +80,12 @@ def plan(
 ) -> Plan:
     """The least noise multiplier, to three decimals, that keeps `epochs` epochs with their analyses in the budget.
 
-    With `noise_multiplier` in the place of `target_epsilon`, what that noise costs.
+    With `noise_multiplier` instead of `target_epsilon`, the cost of that noise.
 
     Training makes ceil(dataset_size / batch_size) steps an epoch, each at a sampling rate of one over that (Opacus'
-    convention). An analysis follows every `n_interval` epochs but not the last epoch; `analyses` overrides their
+    convention). An analysis follows every `n_interval` epochs except the last epoch; `analyses` overrides their
     number. Each draws `n_sample` physical batches of `max_physical_batch_size` in expectation. `estimator=None` or
-    `analyses=0` plans training alone. PrivacyBudgetError if no noise will do.
+    `analyses=0` plans training alone. Raises `PrivacyBudgetError` if no noise is enough.
     """
     check_accountant(accountant)
     delta = check_delta(delta)
@@ -165,7 +165,7 @@ def _analyses(
 def _least_sigma(cost: Callable[[str, float], float], accountant: str, target: float) -> float | None:
     """The least σ of the grid, at most MAX_SIGMA, that costs no more than the target; None if there is none."""
     with warnings.catch_warnings():
-        # On the way the search tries noise so small that PRV fails. If the σ that is found has this, it is said then.
+        # The search tries noise so small that PRV fails. If that also holds for the σ it finds, the warning comes then.
         warnings.filterwarnings("ignore", message="Opacus' (PRV|RDP) accountant failed", category=RuntimeWarning)
         start = GRID
         if accountant == "prv":
@@ -176,7 +176,7 @@ def _least_sigma(cost: Callable[[str, float], float], accountant: str, target: f
 
 
 def _least_point(cost: Callable[[int], float], target: float, start: int) -> int | None:
-    """The least point from 1 to MAX_SIGMA * GRID with cost(point) <= target, where the cost falls; None without one.
+    """The least point from 1 to MAX_SIGMA * GRID with cost(point) <= target, for a falling cost; None if there is none.
 
     The logarithm of the cost is nearly linear in that of the point, so a line through both ends of the interval finds
     the answer in a few steps. Every sixth step halves the interval, in case it is not.
@@ -187,13 +187,13 @@ def _least_point(cost: Callable[[int], float], target: float, start: int) -> int
         price = known[point] = cost(point)
         low, high = (low, point) if price <= target else (point, high)
         if low == high:
-            return None  # the largest point was asked for, and costs too much
+            return None  # even the largest point costs too much
         if high - low == 1 and high in known:
             return high
         turn += 1
         guess = math.isqrt(max(1, low) * high)
         if turn % 6 and 0 < price < math.inf:
-            slope = -1.0  # more noise by some factor, less ε by the same; better known once both ends are
+            slope = -1.0  # a first guess until both ends are known: ε is inversely proportional to the noise
             if 0 < known.get(low, 0) < math.inf and known.get(high, 0) > 0:
                 slope = math.log(known[high] / known[low]) / math.log(high / low)
             guess = math.ceil(min(point * (price / target) ** (-1 / slope), high))

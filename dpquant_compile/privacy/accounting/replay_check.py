@@ -1,9 +1,9 @@
-"""Releases: fingerprints of noised values, by which a resumed run is seen to repeat the one that was interrupted.
+"""Fingerprints of releases: the check that a resumed run repeats the interrupted one.
 
-A resumed run goes through the steps since its checkpoint again, with the same noise, and is not charged for them twice.
-That is right only if it releases the very same values. With a changed learning rate, other data or other code it would
-add the same noise to another sum, and would reveal the difference of the two sums. So each release leaves a fingerprint
-in a file beside the ledger, and a repetition that differs is stopped before anything uses it.
+A resumed run repeats the steps since its checkpoint with the same noise, and is not charged for them twice. That is
+sound only if it releases exactly the same values. With a changed learning rate, other data or other code it would add
+the same noise to another sum, and would reveal the difference of the two sums. So each release leaves a fingerprint in
+a file beside the ledger, and a repetition that differs is stopped before anything uses it.
 """
 
 import os
@@ -23,22 +23,22 @@ __all__ = ["Releases", "fingerprint"]
 
 _KEY, _NONCE = b"dpquant releases", b"fingerprint2"
 _PART = 1 << 30  # bytes that the cipher takes at once
-_EARLIER = re.compile(r"[0-9a-f]{16}")  # a fingerprint of an earlier release, which other values may share
+_EARLIER = re.compile(r"[0-9a-f]{16}")  # a fingerprint by an earlier version, too short to be unique
 _LINE = re.compile(r"(\S+) (\d+) ([0-9a-f]{32}|[0-9a-f]{16}|dropped|begun|world (\d+))")
 _DROPPED = "dropped"
 _SAME_NOISE = (
     "this run is about to release the very values of an earlier release in this ledger, so both have the same noise, "
-    "as runs with one seed do. From there on each difference of the two would show data without noise. Fix: "
+    "as runs with one seed do. Any later difference between the two runs would show data without noise. Fix: "
     "PrivacyEngine(secure_mode=True), or another seed or noise_generator for each run; to resume, load the checkpoint"
 )
 _ANEW = "load the checkpoint with replay=False, which takes new noise and charges the steps since the checkpoint again"
 
 
 def fingerprint(values: Sequence[Tensor]) -> str:
-    """128 bits of the values' dtypes, shapes and own bytes, in their order.
+    """128 bits of the values' dtypes, shapes and bytes, in their order.
 
-    GMAC under a fixed key: about as fast as memory is read. Any accident changes it; since the key is public, someone
-    who means to can find two values that have the same one.
+    GMAC under a fixed key: about as fast as reading memory. Any accidental change alters it. It does not resist an
+    attacker: the key is public, so two values with the same fingerprint can be constructed.
     """
     mac = Cipher(algorithms.AES(_KEY), modes.GCM(_NONCE)).encryptor()
     for value in values:
@@ -52,7 +52,7 @@ def fingerprint(values: Sequence[Tensor]) -> str:
 
 @dataclass(frozen=True)
 class _Payment:
-    """A spend whose release is due: number `number` of its run, of which `recorded` spends were on record before."""
+    """A spend whose release is due: spend `number` of a run that had `recorded` spends on record when it resumed."""
 
     run: str
     number: int
@@ -60,31 +60,31 @@ class _Payment:
 
 
 class Releases:
-    """What became of the spends of runs: in a file that is only ever added to, or without a ledger's file in memory.
+    """The outcomes of the spends of runs, in an append-only file; in memory if the ledger has no file.
 
     Its lines are a run, the number of a spend, and one of
-      <fingerprint>  the spend's release, noted before anything uses it
-      dropped        the spend was left without a release, noted before the next one
-      begun          nothing was spent after this number yet, noted before the next spend: what follows is all here
-      world <n>      from here on n processes went on with a run that another number of them had begun
-    A line that a crash cut short counts for nothing: that release never got past it. A fingerprint of 16 digits is of
-    an earlier version: that there was a release counts, but what was released is not known.
+      <fingerprint>  the spend's release, recorded before anything uses it
+      dropped        the spend had no release, recorded before the next one
+      begun          nothing was spent after this number yet, recorded before the next spend: all later ones are here
+      world <n>      from here on n processes continued a run that another number of processes had begun
+    A line that a crash cut short is ignored: that release was never used. A fingerprint of 16 digits is of an earlier
+    version: it shows that there was a release, but not which values it had.
 
     For each spend the order is `settle`, `note_begun`, `pay` with the spend itself, and then `note`, or none.
 
     Guarantee: noise that may have been used is not used for another sum. While a resumed run repeats recorded spends,
-    what becomes of each must be what became of it before. What became of it is unknown only for the last spend on
-    record, if the run was interrupted between payment and release; if it is unknown for another one, lines are missing,
-    and the run is stopped.
+    each must have the same outcome as before. The outcome may be unknown only for the last spend on record, if the run
+    was interrupted between payment and release. If it is unknown for another one, lines are missing, and the run is
+    stopped.
     """
 
     def __init__(self, ledger: Path | None) -> None:
         self.path = None if ledger is None else ledger.with_name(f"{ledger.name}.releases")
         self._known: dict[tuple[str, int], str] = {}
         self._last: dict[str, int] = {}
-        self._worlds: set[tuple[str, int, int]] = set()  # (run, releases before, processes) of those that went on
+        self._worlds: set[tuple[str, int, int]] = set()  # (run, releases before, processes) of continued runs
         self._due: _Payment | None = None
-        self._cut = False  # whether the last line lacks its end
+        self._cut = False  # whether the last line is incomplete
         if self.path is not None and self.path.exists():
             *lines, rest = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
             self._cut = bool(rest)
@@ -94,19 +94,19 @@ class Releases:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many spends each run has made at least, by what is noted here."""
+        """The least number of spends that each run has made, as far as recorded here."""
         return self._last
 
     def went_on_elsewhere(self, run: str, number: int, size: int) -> bool:
-        """Whether another number of processes went on with a run after its release `number`: its sums differ."""
+        """Whether another number of processes continued a run after its release `number`: its sums differ."""
         return any(name == run and at >= number and other != size for name, at, other in self._worlds)
 
     def go_on(self, run: str, number: int, size: int) -> None:
-        """Note that this number of processes goes on with a run that another had begun."""
+        """Record that this number of processes continues a run that another number had begun."""
         self._write(run, number, f"world {size}")
 
     def note_begun(self, run: str, number: int) -> None:
-        """Note that all releases after the run's spend `number` will be here.
+        """Record that all releases after the run's spend `number` will be here.
 
         Requires: the ledger has no spend of the run after that number, so nothing can have been released.
         """
@@ -118,7 +118,7 @@ class Releases:
         self._due = _Payment(run, number, recorded)
 
     def note(self, values: Sequence[Tensor]) -> None:
-        """Note the release that is due, or raise if it differs from what was made before, or may have been made."""
+        """Record the release that is due; raise if it differs from the earlier one, or may have been made before."""
         if self._due is None:
             raise PrivateTrainingError(
                 "noised values are about to be used that no spend of the ledger pays for. Fix: engine.spend() before "
@@ -127,19 +127,19 @@ class Releases:
         self._become(self._due, fingerprint(values))
 
     def settle(self) -> None:
-        """Note that the spend before was left without a release, if it was; or raise, as `note` does."""
+        """Record that the previous spend had no release, if so; raises as `note` does."""
         if self._due is not None:
             self._become(self._due, _DROPPED)
 
     def forget(self) -> None:
-        """Expect nothing: the spend was refused, or the run goes on from a checkpoint."""
+        """Expect nothing: the spend was refused, or the run continues from a checkpoint."""
         self._due = None
 
     def _become(self, due: _Payment, value: str) -> None:
         known = self._known.get((due.run, due.number))
         if known is None:
-            # Of the last spend on record it may be unknown, after an interruption, if all before it is known. A fresh
-            # one has noise that nobody has seen.
+            # After an interruption the outcome of the last spend on record may be unknown, if all earlier ones are
+            # known. The noise of a new spend was never seen.
             interrupted = due.number == due.recorded and self._last.get(due.run) == due.number - 1
             if due.number <= due.recorded and not interrupted:
                 raise PrivateTrainingError(self._lost(due))
@@ -153,7 +153,7 @@ class Releases:
     def _write(self, run: str, number: int, value: str) -> None:
         if self.path is not None:
             text, self._cut = f"{' cut' + chr(10) if self._cut else ''}{run} {number} {value}\n", True
-            _append(self.path, text)  # which may fail half-way
+            _append(self.path, text)  # may fail half-way
             self._cut = False
         self._take(run, number, value)
 

@@ -1,4 +1,4 @@
-"""Clipping: from the norms of per-sample gradients to the factor that each sample is scaled by."""
+"""Clipping: from the norms of per-sample gradients to the factor that scales each sample."""
 
 import math
 import numbers
@@ -15,12 +15,12 @@ __all__ = ["CLIPPING", "Clipping", "is_number"]
 
 CLIPPING = ("flat", "per_layer", "automatic")
 
-# Automatic clipping (Bu et al. 2023) divides by the norm plus this, so that a vanishing gradient is not blown up.
+# Automatic clipping (Bu et al. 2023) divides by the norm plus this, so that a vanishing gradient is not magnified.
 STABILITY = 0.01
 
 
 def is_number(value: object) -> bool:
-    """Whether an argument is a real number; True and False are not."""
+    """Whether an argument is a real number; booleans are not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -28,9 +28,11 @@ def is_number(value: object) -> bool:
 class Clipping:
     """How much one sample may add to the sum of gradients.
 
-    mode    "flat": the whole gradient is scaled to at most the bound. "per_layer": the gradient of each parameter to
-            its own bound. "automatic": the whole gradient is scaled to the bound, whatever it was.
+    mode    "flat": the whole gradient is scaled down to the bound. "per_layer": the gradient of each parameter is
+            scaled down to its own bound. "automatic": the whole gradient is always scaled to the bound.
     bounds  one number, or for "per_layer" one per trainable parameter
+
+    Guarantee: a sample scaled by `factors` adds at most `sensitivity` to the sum, in the norm over all parameters.
     """
 
     mode: str
@@ -38,7 +40,7 @@ class Clipping:
 
     @staticmethod
     def build(mode: str, max_grad_norm: "float | Sequence[float]", names: Sequence[str]) -> "Clipping":
-        """Check the arguments of `make_private`. A single number for "per_layer" is shared out evenly."""
+        """Check the arguments of `make_private`. A single number for "per_layer" is divided evenly."""
         if mode not in CLIPPING:
             raise PrivacySpecError(f"clipping={mode!r}: choose one of {', '.join(CLIPPING)}")
         single = not isinstance(max_grad_norm, list | tuple)
@@ -66,7 +68,7 @@ class Clipping:
 
     @property
     def sensitivity(self) -> float:
-        """The largest norm that one sample can add: what the noise is scaled by."""
+        """The largest norm that one sample can add; noise is scaled by it."""
         return math.sqrt(sum(bound * bound for bound in self.bounds))
 
     def factors(
@@ -74,13 +76,13 @@ class Clipping:
     ) -> tuple[list[Tensor], Tensor]:
         """The factor of each sample for each parameter, and how many samples were left out.
 
-        `norms` are squared norms [B], one tensor per parameter; `bounds` are the numbers of this step, of which that of
-        parameter i is at `places[i]` where each has its own; `live` tells samples from padding. A sample whose gradient
-        is not finite gets NaN, which `Piece.weighted` takes for "leave out".
+        `norms` are squared norms [B], one tensor per parameter. `bounds` are this step's bounds; with one bound per
+        parameter, that of parameter i is at `places[i]`. `live` distinguishes samples from padding. A sample whose
+        gradient is not finite gets NaN, which tells `Piece.weighted` to leave it out.
         """
         squares = torch.stack(list(norms))
         total = squares.sum(0)
-        finite = total.isfinite() & (squares >= 0).all(0)  # no norm at all is taken for a small one
+        finite = total.isfinite() & (squares >= 0).all(0)  # NaN or a negative must not count as a small norm
         if self.mode == "per_layer":
             scales = [self._scale(norm, bounds[place]) for norm, place in zip(norms, places, strict=True)]
         else:

@@ -1,8 +1,8 @@
-"""Pieces: the per-sample gradient that one use gives to one constant, in the cheapest form that its operator allows.
+"""Gradient rules: the per-sample gradients that one use gives one constant, in the cheapest form for its operator.
 
-A piece can say the squared norm of every sample's gradient, and their weighted sum; where several pieces add up in one
-parameter, it can also give the gradients themselves. The rules here make pieces of uses; an operator without a rule of
-its own goes through `torch.func.vmap` of its vector-Jacobian product.
+A `Piece` gives the squared norm of each sample's gradient and their weighted sum. Where several pieces add up to the
+gradient of one parameter, it can also give the gradients themselves. Each rule makes the piece of one kind of use; an
+operator without a rule goes through `torch.func.vmap` of its vector-Jacobian product.
 """
 
 import math
@@ -38,10 +38,10 @@ __all__ = [
 
 
 class Piece(Protocol):
-    """The gradients of one constant, by sample."""
+    """Per-sample gradients of one constant."""
 
     def norms(self) -> Tensor:
-        """‖Gᵢ‖² [B], never less than what `weighted` takes of a sample."""
+        """‖Gᵢ‖² [B]; never smaller than the norm of what `weighted` adds for a sample."""
 
     def weighted(self, factors: Tensor) -> Tensor:
         """Σᵢ factorᵢ Gᵢ; samples whose factor is NaN are left out."""
@@ -54,7 +54,7 @@ class Piece(Protocol):
 class UseValues:
     """The tensors of one use, while the program is traced: arguments by name, the constant, the output's gradient.
 
-    operand  codes and unit of a site's input; None for what is no site
+    operand  codes and unit of a site's input; None if the use is not a site
     """
 
     arguments: Mapping[str, Any]
@@ -69,7 +69,7 @@ class UseValues:
 
 @dataclass(frozen=True)
 class DensePiece:
-    """Gradients that are held: biases, norm layers, small weights, and whatever has no rule of its own."""
+    """Per-sample gradients in memory: biases, norm layers, small weights, and operators without a rule."""
 
     values: Tensor
 
@@ -91,7 +91,7 @@ class DensePiece:
 
 @dataclass(frozen=True)
 class KeptPiece(DensePiece):
-    """Gradients of a conv's or a linear's weight that are held, by tap: [B, N, taps · C]."""
+    """Per-sample gradients in memory of the weight of a conv or a linear, by tap: [B, N, taps · C]."""
 
     shape: tuple[int, ...]
 
@@ -104,7 +104,7 @@ class KeptPiece(DensePiece):
 
 @dataclass(frozen=True)
 class SitePiece:
-    """The weight of a conv or a linear, from its input and output gradient, each as it is and rounded."""
+    """The weight of a conv or a linear, from its input and output gradient, each exact and rounded."""
 
     x: tuple[Tensor, Tensor | None, Tensor | None]
     grad: tuple[Tensor, Tensor | None, Tensor | None]
@@ -142,7 +142,7 @@ class SitePiece:
 
 @dataclass(frozen=True)
 class EmbeddingPiece:
-    """A table of which each sample uses some rows: tokens [B, T], gradients [B, T, E]."""
+    """An embedding table, of which each sample uses some rows: tokens [B, T], gradients [B, T, E]."""
 
     tokens: Tensor
     grad: Tensor
@@ -165,7 +165,7 @@ class EmbeddingPiece:
 
 
 def pooled_norms(pieces: Sequence[SitePiece | EmbeddingPiece]) -> Tensor:
-    """The squared norms of the sum of several pieces of one parameter, by gram matrices between all of them.
+    """Squared norms of the sum of several pieces of one parameter, by Gram matrices between all pairs.
 
     An embedding is a linear whose inputs are unit vectors: products with those are a look-up.
     """
@@ -214,7 +214,7 @@ def _rule(name: str, targets: Sequence[Any], *slots: str) -> Callable[[Rule], Ru
 
 
 def piece_kind(use: Use) -> str:
-    """How the gradients of a use are taken apart: the name of a rule, or "vmap"."""
+    """How the gradients of a use are split by sample: the name of a rule, or "vmap"."""
     return _rule_of(use)[0]
 
 
@@ -254,7 +254,7 @@ def _bias(use: Use, values: UseValues) -> Piece:
 @_rule("norm", (F.group_norm, F.layer_norm, F.rms_norm, F.instance_norm), "weight", "bias")
 def _norm(use: Use, values: UseValues) -> Piece:
     if use.node.target is F.instance_norm and not values.arguments["use_input_stats"]:
-        return _by_vmap(use, values)  # running statistics: a fixed map
+        return _by_vmap(use, values)  # with running statistics it is a fixed map
     args, grad, node = values.arguments, wide(values.grad), use.node
     x = wide(args["input"])
     if node.target in (F.group_norm, F.instance_norm):
@@ -267,7 +267,7 @@ def _norm(use: Use, values: UseValues) -> Piece:
 
 
 def _normalised(target: Any, args: Mapping[str, Any], x: Tensor) -> Tensor:
-    """The output of a norm layer without its affine part; a compiler finds that forward has computed it already."""
+    """The output of a norm layer without its affine part; the compiler merges it with the forward's computation."""
     if target is F.group_norm and lies_by_pixel(x):
         return normalised_groups(x.detach(), args["num_groups"], args["eps"])
     shape = args["num_groups"] if target is F.group_norm else args.get("normalized_shape")
@@ -297,7 +297,7 @@ def _embedding(use: Use, values: UseValues) -> Piece:
 
 
 def _expanded(use: Use, values: UseValues) -> Piece:
-    """Rows that are copies of a constant, one or more per sample."""
+    """A constant that is copied to rows, one or more per sample."""
     grad = _single_rows(wide(values.grad), _axis(use.node))
     shape, name = values.constant.shape, op_name(use.node)
     lead = grad.dim() - 1 - len(shape)
@@ -311,7 +311,7 @@ def _expanded(use: Use, values: UseValues) -> Piece:
 
 
 def _by_vmap(use: Use, values: UseValues) -> Piece:
-    """Any operator: the vector-Jacobian product of one sample's call, mapped over the samples."""
+    """Any operator: vmap over the samples of the vector-Jacobian product of a call with one sample."""
     node, constant = use.node, values.constant
     rows: dict[fx.Node, Tensor] = {}
     by_node = {source: values.arguments[f"node:{source.name}"] for source in node.all_input_nodes}
@@ -320,7 +320,7 @@ def _by_vmap(use: Use, values: UseValues) -> Piece:
         if isinstance(value, Tensor) and axis is not None:
             rows[source] = _single_rows(value, axis)
     if not rows:
-        raise _unknown(use, "no argument of it has rows")
+        raise _unknown(use, "none of its arguments has rows")
     order = list(rows)
 
     def one(grad: Tensor, *given: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ def _by_vmap(use: Use, values: UseValues) -> Piece:
         grads = torch.func.vmap(one)(_single_rows(values.grad, _axis(node)), *rows.values())
     except PerSampleGradientError:
         raise
-    except Exception as error:  # whatever vmap cannot do with the operator
+    except Exception as error:  # vmap raises many types for operators it does not support
         raise _unknown(use, (str(error).strip().splitlines() or [type(error).__name__])[0]) from error
     return DensePiece(wide(grads))
 
@@ -365,7 +365,7 @@ def _axis(node: fx.Node) -> BatchAxis:
 
 
 def _single_rows(value: Tensor, axis: BatchAxis) -> Tensor:
-    """[B, *shape of a batch of one]."""
+    """Reshape to [B, *shape of a batch of one]."""
     dim = axis.dim % value.dim()
     inside = (axis.outer, value.shape[dim] // (axis.outer * axis.inner), axis.inner)
     split = value.reshape(*value.shape[:dim], *inside, *value.shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""What a private program computes, run on tensors: forward, backward, norms, clip factors and weighted sums."""
+"""The computation of a private program on tensors: forward, backward, norms, clip factors and weighted sums."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,20 +38,20 @@ __all__ = ["Inputs", "JointSpec", "Tracing", "packed_key"]
 
 
 def packed_key(target: str, row: int | None) -> str:
-    """One weight may be packed in several ways, for sites of different geometry."""
+    """Key of a packed weight: sites of different geometry may pack the same weight differently."""
     return f"{row}:{target}"
 
 
-# Bytes of per-sample gradients of one parameter that are held where there is no other way.
+# Limit in bytes on the per-sample gradients of one parameter, where they must be in memory.
 _LARGEST = 1 << 30
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one run of a program is given, beside the model's own tensors.
+    """The inputs of one run of a program, beside the model's own tensors.
 
     args      one value per placeholder, padded to the program's batch
-    packed    weights as this step's low-precision products take them, by `packed_key`
+    packed    weights in the form that this step's low-precision products take, by `packed_key`
     table     policy, keys, sample ids
     bounds    clipping bounds; `live` [B] tells samples from padding
     """
@@ -65,7 +65,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class JointSpec:
-    """What a private program computes: the graph, its uses, its clipping, and how each site is called."""
+    """Describes a private program: the graph, its uses, its clipping, and how each site is called."""
 
     base: fx.GraphModule
     uses: Uses
@@ -89,7 +89,7 @@ class JointSpec:
         return tuple(dict.fromkeys(key for node in sites if (key := self.packed(node)) is not None))
 
     def flat(self, inputs: Inputs) -> list[Any]:
-        """The tensors of a run in the order in which the program takes them; see `flat_names`."""
+        """The tensors of a run in the order of the program's inputs; see `flat_names`."""
         read = [read_attribute(self.base, target).detach() for target in self.attributes]
         packed = [inputs.packed[key] for key in self.packed_weights]
         leaves = [leaf for leaf in tree_leaves(list(inputs.args)) if isinstance(leaf, Tensor)]
@@ -97,7 +97,7 @@ class JointSpec:
 
     @property
     def flat_names(self) -> tuple[str, ...]:
-        """What the first tensors of `flat` are; those of the batch follow."""
+        """Names of the first tensors of `flat`; the tensors of the batch follow them."""
         packed = (f"packed {key.partition(':')[2]}" for key in self.packed_weights)
         return (*self.attributes, *packed, "policy", "keys", "samples", "bounds", "live")
 
@@ -109,11 +109,11 @@ class JointSpec:
         return packed_key(str(weight.target), self.row(node))
 
     def row(self, node: fx.Node) -> int | None:
-        """The row of a site in the link table; None for what is no site."""
+        """The row of a site in the link table; None for other nodes."""
         return self.rows.get(node.meta["site"].name) if "site" in node.meta else None
 
     def static(self, node: fx.Node) -> SiteCall | None:
-        """What is fixed about a conv or a linear; None where its operators cannot be used."""
+        """The static arguments of a conv or a linear; None where its operators cannot be used."""
         row = self.row(node)
         if row is not None:
             return call_at(node, row, self.recipe)
@@ -135,7 +135,7 @@ class JointSpec:
         return SiteCall(op, Recipe.parse(self.recipe), axis, output, geometry, site=-1, call=0)
 
     def _padding(self, node: fx.Node, word: str) -> tuple[int, ...] | None:
-        """ "same" or "valid" of a conv whose weight is no parameter itself, in numbers; None if it is not symmetric."""
+        """ "same" or "valid" as numbers, for a conv whose weight is no parameter; None if it is not symmetric."""
         weight: Any = node.args[1]
         dilation: Any = node.args[5]
         spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["shape"][2:], strict=True)]
@@ -169,7 +169,7 @@ class Tracing(fx.Interpreter):
         self.computed: dict[str, Tensor] = {}  # norms and clip factors, by what they are
 
     def outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run forward; what comes back may require grad."""
+        """Run forward; the results may require grad."""
         return tree_leaves(self.run(*inputs, enable_io_processing=False))
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ class Tracing(fx.Interpreter):
                     f"node {n.name!r} takes a parameter and gives {type(result).__name__}, no tensor"
                 )
             if not result.requires_grad and result.is_floating_point() and torch.is_grad_enabled():
-                # The first layers: nothing before them has a gradient, and theirs is all that is wanted.
+                # First layers: no node before them has a gradient, so autograd starts here.
                 result = result.detach().requires_grad_()
         return result
 
@@ -214,9 +214,9 @@ class Tracing(fx.Interpreter):
     def private(
         self, outputs: Sequence[Any], tangents: Sequence[Tensor], bounds: Tensor, live: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        """From the gradients of the outputs to the sums of clipped gradients, and how many samples were left out."""
+        """The sums of clipped gradients, from the gradients of the outputs; and how many samples were left out."""
         ends = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
-        # A comparison takes a parameter too, but gives it no gradient.
+        # A comparison takes a parameter too, but passes no gradient to it.
         nodes = [n for n in dict.fromkeys(use.node for use in self.spec.uses.uses) if self.env[n].requires_grad]
         grads = torch.autograd.grad(ends, [self.env[node] for node in nodes], list(tangents), allow_unused=True)
         by_node: dict[fx.Node, Any] = dict(zip(nodes, grads, strict=True))
@@ -268,7 +268,7 @@ class Tracing(fx.Interpreter):
         return [(use, pieces[use]) for use in self.spec.uses.of(name) if use in pieces]
 
     def _held(self, name: str, pieces: Mapping[Use, Piece]) -> Tensor | None:
-        """The per-sample gradients of a parameter, where its uses cannot be taken one by one."""
+        """The per-sample gradients of a parameter, where its uses cannot be handled one by one."""
         own = self._pieces(name, pieces)
         if name in self.spec.uses.separate or not own or self._pooled(own):
             return None
@@ -332,7 +332,7 @@ class Tracing(fx.Interpreter):
         return torch.zeros_like(wide(parameter)) if total is None else total.reshape(shape)
 
     def attributes_of(self, name: str) -> Tensor:
-        """The value of a parameter by its one name."""
+        """The value of a parameter, by its canonical name."""
         return next(self.attributes[target] for target, own in self.spec.uses.names.items() if own == name)
 
     def _pull(self, use: Use, name: str) -> Callable[[Tensor], Tensor]:
@@ -357,7 +357,7 @@ class Tracing(fx.Interpreter):
             assert isinstance(result, Tensor)
             return result
 
-        # In float32 also for a model in half precision: what is pulled may be a clipped sum, which must not be rounded.
+        # In float32 even for a model in half precision: the input may be a clipped sum, which must not be rounded.
         back = torch.func.vjp(lambda parameter: wide(constant(parameter)), wide(self.attributes_of(name)))[1]
 
         def pull(grad: Tensor) -> Tensor:
@@ -368,7 +368,7 @@ class Tracing(fx.Interpreter):
         return pull
 
     def _between(self, constant: fx.Node, name: str) -> list[fx.Node]:
-        """The nodes from a parameter to a constant, in order. Others that the constant needs are read as they were."""
+        """The nodes between a parameter and a constant, in order. The constant's other inputs keep their values."""
         wanted: set[fx.Node] = set()
         stack = [constant]
         while stack:
@@ -381,7 +381,7 @@ class Tracing(fx.Interpreter):
         if drawn := next((node for node in chain if draws_random(node)), None):
             raise PerSampleGradientError(
                 f"parameter {name!r} goes through {op_name(drawn)} ({node_source(drawn) or drawn.name}), which draws "
-                "random numbers: its gradient needs the draw of the forward. Fix: draw first, as a mask or noise that "
-                "is then multiplied with, or added to, the parameter"
+                "random numbers: its gradient needs the draw of the forward. Fix: first draw a mask or noise, then "
+                "multiply the parameter by it or add it"
             )
         return chain

@@ -1,9 +1,9 @@
-"""Where the parameters of a model meet the batch: the uses whose per-sample gradients clipping needs.
+"""Uses: the places where parameters meet the batch, whose per-sample gradients clipping needs.
 
 A node of the graph either has rows, one or more per sample, or it is constant: computed from parameters and buffers
-alone. A *use* is a node with rows that takes a constant made of trainable parameters. Up to there gradients are
-autograd's; at a use the gradient is taken apart by sample; and from the constant back to its parameters it is a linear
-map, the same for all samples.
+alone. A *use* is a node with rows that takes a constant made of trainable parameters. Autograd computes gradients back
+to the output of a use. At the use the gradient is split by sample. From the constant back to its parameters it is a
+linear map, the same for all samples.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Use", "Uses", "axis_of", "find_uses", "named_arguments", "refuse_whole_modules"]
 
-# Methods and functions that only choose or move elements; a gradient keeps its norm on the way back through them.
+# Methods and functions that only select or move elements; a gradient keeps its norm on the way back through them.
 _VIEWS = (
     "view reshape transpose permute t getitem slice narrow select chunk split split_with_sizes unbind flatten "
     "unflatten squeeze unsqueeze contiguous movedim swapaxes swapdims tensor_split view_as reshape_as"
@@ -38,9 +38,9 @@ class Use:
 
     node      the node with rows
     constant  the node that gives the constant
-    slots     names of the arguments that it is given as
-    params    trainable parameters that the constant is made of
-    whole     whether the constant is a parameter itself
+    slots     names of the arguments that receive the constant
+    params    trainable parameters from which the constant is made
+    whole     whether the constant is itself a parameter
     """
 
     node: fx.Node
@@ -57,9 +57,9 @@ class Use:
 class Uses:
     """All uses of a graph's trainable parameters.
 
-    names       the one name that each get_attr target of a parameter goes by; tied weights share one
-    made_of     the parameters that each constant has its gradient to; none where gradients were switched off
-    separate    parameters whose uses touch different elements each, so that their squared norms add up
+    names       the canonical name of each parameter's get_attr target; tied weights share one
+    made_of     the parameters to which each constant passes a gradient; none where gradients were switched off
+    separate    parameters whose uses read disjoint elements, so that their squared norms add up
     """
 
     uses: tuple[Use, ...]
@@ -78,20 +78,21 @@ class Uses:
 
 
 def axis_of(node: fx.Node) -> BatchAxis | None:
-    """Where the rows of a node lie; None for a constant."""
+    """Position of the rows of a node; None for a constant."""
     axis: BatchAxis | None = node.meta.get("batch_axis") or node.meta.get("expanded_batch")
     return axis
 
 
 def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
-    """The uses of trainable parameters, given by id and name, in a graph that `verify_isolation` has passed.
+    """The uses of trainable parameters, given by id and name.
 
-    Raises `PerSampleGradientError`, naming the parameter, where a gradient cannot be taken apart by sample.
+    Requires: `verify_isolation` has passed the graph. Raises `PerSampleGradientError`, naming the parameter, where a
+    gradient cannot be split by sample.
     """
     names = _canonical_names(gm, trainable)
     made_of: dict[fx.Node, tuple[str, ...]] = {}
     uses: list[Use] = []
-    tracked = True  # whether gradients flow here: a model may switch them off for a part of its forward
+    tracked = True  # whether gradients flow here: a model may switch them off for part of its forward
     for node in gm.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             tracked = bool(node.args[0])
@@ -148,7 +149,7 @@ def _canonical_names(gm: fx.GraphModule, trainable: Mapping[int, str]) -> dict[s
 
 
 def _selection(gm: fx.GraphModule, use: Use) -> Tensor | None:
-    """The numbers of the elements that a chain of views chooses, found by sending numbers through it; else None."""
+    """The indices of the elements that a chain of views selects, found by sending indices through it; else None."""
     node, chain = use.constant, list[fx.Node]()
     while node.op != "get_attr":
         name = op_name(node).removesuffix("_copy")
@@ -186,7 +187,7 @@ def _apart(gm: fx.GraphModule, uses: Sequence[Use], name: str) -> bool:
 
 
 def refuse_whole_modules(gm: fx.GraphModule, trainable: Mapping[int, str]) -> None:
-    """Raise for modules that are called as they are: what is inside them cannot be seen."""
+    """Raise for modules that are called as a whole: the graph does not show their inside."""
     for node in gm.graph.nodes:
         if node.op == "call_module":
             _refuse_module(gm, node, trainable)

@@ -22,7 +22,7 @@ __all__ = ["PrivateProgram"]
 class PrivateProgram:
     """Forward, backward, clipping and sums of a micro-batch, compiled for one batch size.
 
-    `run_forward` gives the outputs and what backward needs; `run_backward` takes that and the outputs' gradients, and
+    `run_forward` gives the outputs and what backward needs. `run_backward` takes that and the outputs' gradients, and
     gives the sums of clipped gradients in the order of `spec.order`, and the number of samples that were left out.
     """
 
@@ -49,7 +49,7 @@ class PrivateProgram:
         return outputs, saved
 
     def run_backward(self, saved: list[Any], tangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The clipped sums and the count of samples left out; empties `saved`, so that memory is freed on the way."""
+        """The clipped sums and the count of samples left out; empties `saved` to free memory early."""
         saved.extend(tangents)
         with no_autocast():
             results = self._backward(saved)

@@ -1,4 +1,4 @@
-"""Trace what a private program computes into one joint graph of ATen operators."""
+"""Trace the computation of a private program into one joint graph of ATen operators."""
 
 import contextlib
 import re
@@ -30,8 +30,8 @@ def trace_joint(gm: fx.GraphModule, *, spec: JointSpec, example: Inputs, decompo
                                        clipped_sum_fc_weight = weighted_grad(x, grad, clip_factors, …)
 
     Requires: `verify_isolation`; `gm` is `spec.base`; `example` has the shapes of every run.
-    Ensures: a functional graph of ATen operators, decomposed as Inductor wants them with `decompose`, that takes
-    `spec.flat(inputs)` and the gradients of the outputs. It carries `JointFacts`; nodes are named by what they compute.
+    Ensures: a functional graph of ATen operators that takes `spec.flat(inputs)` and the gradients of the outputs; with
+    `decompose`, in Inductor's operators. It carries `JointFacts`; nodes are named after what they compute.
     Numerics: those of `Tracing`. Parameters are constants to autograd, so no gradient reaches one around the clipping.
     """
     traced = _Traced(spec, example)
@@ -42,13 +42,13 @@ def trace_joint(gm: fx.GraphModule, *, spec: JointSpec, example: Inputs, decompo
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
-    """Clipping and sums are in float32 or wider, whatever region a batch comes in."""
+    """Switch autocast off: clipping and sums are in float32 or wider, whatever region the caller is in."""
     with torch.autocast("cpu", enabled=False):
         yield
 
 
 class _Traced:
-    """One trace: the functions that are traced, and what they tell on the way."""
+    """One trace: the functions that are traced, and what they record."""
 
     def __init__(self, spec: JointSpec, example: Inputs) -> None:
         self.spec, self.example = spec, example
@@ -98,18 +98,18 @@ class _Traced:
 
     def _run(self, primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
         tracing, outputs, bounds, live = self._forward(primals)
-        # Before what is backward: see `tag_forward`.
+        # Outputs come before anything that belongs to backward: see `tag_forward`.
         results = [o.detach() for o in outputs if isinstance(o, Tensor)]
         sums, dropped = tracing.private(outputs, tangents, bounds, live)
         self.ways, self.computed = tracing.ways, tuple(tracing.computed)
-        # Norms and factors are returned so that their nodes can be named, and then taken away again.
+        # Norms and factors are outputs only until `_name` has named their nodes.
         return [*results, *sums, dropped, *tracing.computed.values()]
 
     def _name(self, gm: fx.GraphModule) -> None:
-        """Name inputs, norms, clip factors and sums, and take away the outputs that were there for this."""
+        """Name inputs, norms, clip factors and sums; remove the outputs that only served this."""
         for node, name in zip(gm.graph.find_nodes(op="placeholder"), self._inputs(), strict=False):
             node.meta[INPUT] = name
-            # Inductor knows inputs by how their names begin.
+            # Inductor recognises inputs by the prefix of their names.
             _rename(node, f"{node.target}_{name}")
         output = gm.graph.output_node()
         values = list(output.args[0])  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ class _Traced:
             if node.op != "placeholder":
                 _rename(node, name)
         output.args = (values[:kept],)
-        gm.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs, of which passes may add some
+        gm.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs, to which passes may add
 
     def _inputs(self) -> tuple[str, ...]:
         """What each input is: the spec's names, then the tensors of the batch."""
@@ -157,15 +157,15 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _rename(node: fx.Node, name: str) -> None:
-    # fx counts in a number behind an underscore at the end, and a copy of the graph may have another one there.
+    # fx changes a number after a final underscore when it copies a graph, so names end without one.
     node._rename(re.sub(r"_(\d+)$", r"\1", re.sub(r"\W+", "_", name)))
 
 
 def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
-    """Refuse an autograd graph with a backward that is neither PyTorch's nor this library's.
+    """Refuse an autograd graph that contains a backward which is neither PyTorch's nor this library's.
 
-    Guarantee: a second line behind `verify_isolation`, which proves forwards. What is differentiated here are operators
-    whose derivatives keep samples apart as their forwards do.
+    Guarantee: a second check behind `verify_isolation`, which proves forwards. All operators that are differentiated
+    here have derivatives that isolate samples as their forwards do.
     """
     stack: list[Any] = [output.grad_fn for output in outputs]
     seen: set[Any] = set()
@@ -177,7 +177,7 @@ def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
         name = type(node).__name__
         if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_dpquant_"):
             raise IsolationError(
-                f"the model has a backward of its own, {name}, of which nothing proves that it keeps samples "
-                "apart. Fix: write it in torch operators in forward(), or keep it out of the model."
+                f"the model has a backward of its own, {name}, and nothing proves that it keeps samples apart. Fix: "
+                "write it in torch operators in forward(), or keep it out of the model."
             )
         stack.extend(following for following, _ in node.next_functions)

@@ -6,13 +6,13 @@ tried out. Here the bits are the keystream of a block cipher, and each draw uses
 The keystream becomes normals by the Box–Muller transform, compiled by Inductor, which makes this also quicker than
 `torch.randn`.
 
-A stream is as unpredictable as its key. `GaussianStream.secure` takes its key from the operating system and gives it to
-nobody. `GaussianStream.seeded` can be reproduced, and therefore by anyone who knows the seed: it is for experiments.
+A stream is as unpredictable as its key. `GaussianStream.secure` takes its key from the operating system and never
+reveals it. `GaussianStream.seeded` can be reproduced by anyone who knows the seed: use it for experiments.
 
-What no stream here gives is the ideal Gaussian. The results are float32: they lie on a finite grid, reach no further
+No stream here gives the ideal Gaussian. The results are float32: they lie on a finite grid, reach no further
 than 8.3σ, and are added to gradients in floating point. The low bits of such a sum can reveal more than the analysis
 over the reals allows (Mironov, "On significance of the least significant bits for differential privacy", 2012). A
-secure stream protects against a prediction of the bits, not against that attack.
+secure stream protects against prediction of the bits, not against that attack.
 """
 
 import hashlib
@@ -42,21 +42,21 @@ _COUNTERS = 1 << 128  # values of the cipher's counter
 _WORDS = 3
 _PAIRS = 4
 
-# Pairs per run of the transform: 12 MiB of keystream, which the cipher leaves in the cache for the transform to find.
-# The words of a run are laid out by role, so this number decides which word goes where: another one is another stream.
+# Pairs per run of the transform: 12 MiB of keystream, which stays in the cache between cipher and transform.
+# The words of a run are laid out by role, so another number here gives another stream.
 _RUN = 1 << 20
 
-# What is encrypted to get at the keystream: the same zeros again and again, few enough to stay in the nearest cache.
+# The plaintext for the keystream: the same zeros each time, few enough to stay in the nearest cache.
 _ZEROS = memoryview(bytes(1 << 16))
 
-# Older versions of cryptography ask for this much room behind the result, and write nothing there.
+# Older versions of cryptography require this much space behind the result, and write nothing there.
 _SLACK = _BLOCK - 1
 
-# References to the memory of a draw that nobody else holds: the tensor that is kept, and the storage that is asked.
+# References to the memory of a draw if nobody else holds it: the kept tensor, and the storage that is queried.
 _OURS = 2
 
-# blake2b with a personalization is another hash than the plain one which numerics.random_bits uses, so the same seed
-# gives unrelated bits for rounding and for noise.
+# blake2b with a personalization differs from the plain hash in numerics.random_bits, so the same seed gives unrelated
+# bits for rounding and for noise.
 _DOMAIN = b"dpquant noise v1"
 
 _LOCK = threading.Lock()
@@ -67,9 +67,9 @@ Transform = Callable[[Tensor, Tensor, Tensor, Tensor], object]
 def _box_muller(words: Tensor, std: Tensor, first: Tensor, second: Tensor) -> tuple[()]:
     """Normals of the standard deviation `std` into `first` and `second` `[m]`, from random int32 `words` `[3, m]`.
 
-    The radius has 48 bits, for the tail: it goes to 8.2σ where 24 bits would end at 5.8σ. The halves keep the radius
-    and the angle off zero, and the clamp keeps u, which rounds to 1 once in 2^25 pairs, below it: no normal is zero,
-    so none leaves its coordinate without noise.
+    The radius has 48 bits, for the tail: it reaches 8.2σ, where 24 bits would end at 5.8σ. The added halves keep radius
+    and angle away from zero. The clamp keeps u below 1, to which it rounds once in 2^25 pairs. So no normal is zero,
+    and none leaves its coordinate without noise.
     """
     high = (words[0] >> 8) & 0xFFFFFF
     low = (words[1] >> 8) & 0xFFFFFF
@@ -82,7 +82,7 @@ def _box_muller(words: Tensor, std: Tensor, first: Tensor, second: Tensor) -> tu
 
 
 def _transform() -> Transform:
-    """`_box_muller` as one loop where there is a C++ compiler, else as it stands: the same to the last bits."""
+    """`_box_muller` as one compiled loop if there is a C++ compiler, else uncompiled; equal up to the last bits."""
     if _missing_compiler() is not None:
         return _box_muller
     with _LOCK:
@@ -95,7 +95,7 @@ def _compiled() -> Transform:
         example = [torch.zeros(_WORDS, 64, dtype=torch.int32), torch.ones(()), torch.zeros(64), torch.zeros(64)]
     with torch.no_grad():
         graph = make_fx(_box_muller, tracing_mode="symbolic")(*example)
-        # Left to itself, Inductor decides from the small example that threads are not worth it, or fixes their number.
+        # By default Inductor decides from the small example that threads do not pay, or fixes their number.
         options = {"config_patches": {"cpp.dynamic_threads": True}}
         program: Any = standalone_compile(graph, list(example), dynamic_shapes="from_graph", options=options)
     transform: Transform = program
@@ -103,19 +103,18 @@ def _compiled() -> Transform:
 
 
 class GaussianStream:
-    """An endless stream of independent standard normals, no part of which is ever drawn twice.
+    """An endless stream of independent standard normals; no part of it is drawn twice.
 
     Made by `secure`, `seeded` or `from_generator`. The state is a key and a position: the number of AES blocks drawn
-    so far. Every draw takes whole blocks, so draws of any sizes have no byte of the keystream in common. Drawing is
-    safe from several threads. In a child that was forked off, a secure stream takes a new key by itself; a seeded one
-    repeats the parent's.
+    so far. Every draw takes whole blocks, so draws of any sizes share no byte of the keystream. Drawing is thread-safe.
+    In a forked child, a secure stream takes a new key by itself; a seeded one repeats the parent's.
 
     The same seed and rank give the same normals for the same sequence of sizes, on any number of threads; between
     machines, and with or without a C++ compiler, the last bits may differ.
     """
 
     def __init__(self, seed: int | None, rank: int = 0) -> None:
-        """The stream of this seed and rank, or with no seed a secure one."""
+        """The stream of this seed and rank; without a seed a secure one."""
         self._lock = threading.Lock()
         _STREAMS.add(self)
         self._scratch = bytearray()
@@ -125,7 +124,7 @@ class GaussianStream:
 
     @classmethod
     def secure(cls) -> Self:
-        """A stream under a new key from the operating system. It cannot be reproduced, and its key is never told."""
+        """A stream under a new key from the operating system. It is not reproducible, and its key is never revealed."""
         return cls(None)
 
     @classmethod
@@ -137,7 +136,7 @@ class GaussianStream:
 
     @classmethod
     def from_generator(cls, generator: torch.Generator | None, rank: int = 0) -> Self:
-        """The seeded stream of a 63-bit seed drawn, once and now, from `generator` (None: torch's global one)."""
+        """The seeded stream of a 63-bit seed, drawn once, here, from `generator` (None: torch's global one)."""
         if generator is not None and not isinstance(generator, torch.Generator):
             raise PrivacySpecError(
                 f"the noise generator must be a torch.Generator or None, not {type(generator).__name__}"
@@ -153,11 +152,11 @@ class GaussianStream:
 
     @property
     def position(self) -> int:
-        """The number of AES blocks drawn under the present key."""
+        """The number of AES blocks drawn under the current key."""
         return self._position
 
     def derived_key(self, purpose: bytes) -> bytes:
-        """32 bytes that follow from the present key and tell nothing of it, other ones for each purpose.
+        """32 bytes derived from the current key, which reveal nothing about it; different for each purpose.
 
         They are as secret as the noise: new entropy in a secure stream, a function of the seed in a seeded one.
         """
@@ -173,9 +172,9 @@ class GaussianStream:
     def normal_like(self, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
         """For each tensor, normals of standard deviation `std` in its shape and on its device, from one flat draw.
 
-        They are contiguous, and float32, or float64 where the tensor is: never coarser than that, as rounding the
-        noise to half precision would change its distribution. A `std` of 0 gives zeros and draws all the same, so
-        that what follows does not depend on it.
+        They are contiguous, and float32, or float64 where the tensor is: never coarser, since rounding the noise to
+        half precision would change its distribution. A `std` of 0 gives zeros but still draws, so that later draws do
+        not depend on it.
         """
         _require_std(std)
         for index, tensor in enumerate(tensors):
@@ -192,17 +191,17 @@ class GaussianStream:
         return result
 
     def state_dict(self) -> dict[str, int | str]:
-        """The state to save in a checkpoint. A secure stream gives away nothing but the fact that it is one."""
+        """The state to save in a checkpoint. A secure stream reveals only that it is secure."""
         with self._lock:
             if self._seed is None:
                 return {"kind": "secure"}
             return {"kind": "seeded", "seed": self._seed, "rank": self._rank, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the saved stream stood, with the noise that an uninterrupted run would have drawn next.
+        """Continue at the saved position, with the noise that an uninterrupted run would have drawn next.
 
         A secure stream takes a new key instead. A stream that has itself drawn beyond the saved position stays where
-        it is: going back would add the noise of earlier steps to other gradients, and their difference would be bare.
+        it is: going back would add the noise of earlier steps to other gradients, and reveal their difference.
         """
         kind = "secure" if self.is_secure else "seeded"
         if state.get("kind") != kind:
@@ -232,13 +231,13 @@ class GaussianStream:
             self._position = max(self._position, position)
 
     def renew(self) -> None:
-        """Take a key that was never used, for a run that no longer repeats the one whose key this was."""
+        """Take an unused key, for a run that no longer repeats the one that used the old key."""
         with self._lock:
             fresh = None if self.is_secure else int.from_bytes(os.urandom(8), "big") >> 1
             self._rekey(fresh, self._rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles go by `state_dict`: the key of a secure stream stays here, and a copy gets its own."""
+        """Copy and pickle by `state_dict`: the key of a secure stream stays here, and a copy gets a new one."""
         return _restore, (self.state_dict(),)
 
     def _rekey(self, seed: int | None, rank: int) -> None:
@@ -253,7 +252,7 @@ class GaussianStream:
             self._nonce = 0
 
     def _draw(self, n: int, std: float) -> Tensor:
-        """The next `n` normals times `std`. The multiplication is part of the loop, and equals one after it."""
+        """The next `n` normals times `std`. The loop multiplies; the result equals a multiplication after it."""
         transform = _transform()
         scale = torch.tensor(std, dtype=torch.float32, device="cpu")
         pairs = -(-n // (2 * _PAIRS)) * _PAIRS
@@ -265,24 +264,24 @@ class GaussianStream:
                 words = torch.frombuffer(keystream, dtype=torch.int32, count=_WORDS * count).view(_WORDS, count)
                 first, second = out[2 * done : 2 * (done + count)].view(2, count)
                 transform(words, scale, first, second)
-            # A view of its own, before another thread may ask for room: that is what tells that it is taken.
+            # Return a separate view before another thread calls `_room`: the view marks the memory as in use.
             return out[:n]
 
     def _room(self, count: int) -> Tensor:
-        """Memory for a draw: that of the last one, if it was as long and nobody holds any part of it by now.
+        """Memory for a draw: that of the last one, if it had the same length and nobody holds any part of it.
 
-        Gradients are freed and drawn anew each step, and taking their memory from the system costs a third of a draw.
+        Gradients are freed and drawn anew each step, and allocating their memory costs a third of a draw.
         """
         storage = self._kept.untyped_storage()
         if self._kept.numel() != count or torch._C._storage_Use_Count(storage._cdata) != _OURS:
-            with torch.inference_mode(False):  # its tensors could not be written to elsewhere
+            with torch.inference_mode(False):  # tensors made in inference mode could not be written elsewhere
                 self._kept = torch.empty(count, dtype=torch.float32, device="cpu")
         return self._kept
 
     def _keystream(self, blocks: int) -> bytearray:
         """The next blocks of the keystream, at the start of a buffer that the next call overwrites."""
         counter = (self._nonce + self._position) % _COUNTERS
-        self._position += blocks  # first, so that no error from here on can make the next draw repeat this one
+        self._position += blocks  # first, so that an error below cannot make the next draw repeat this one
         size = blocks * _BLOCK
         if len(self._scratch) < size + _SLACK:
             self._scratch = bytearray(size + _SLACK)
@@ -294,12 +293,12 @@ class GaussianStream:
         return self._scratch
 
 
-# All streams of this process, for a fork to find.
+# All streams of this process, for the fork handler.
 _STREAMS: weakref.WeakSet[GaussianStream] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a child: noise that the parent draws as well would cancel in the difference of the two releases."""
+    """In a child: noise that the parent also draws would cancel in the difference of the two releases."""
     for stream in list(_STREAMS):
         stream._lock = threading.Lock()  # another thread of the parent may have held it
         if stream.is_secure:
