@@ -1,4 +1,4 @@
-"""GroupNorm in place of BatchNorm, whose statistics over the batch no private training can use."""
+"""GroupNorm in place of BatchNorm, whose statistics over the batch rule out private training."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,23 +12,22 @@ __all__ = ["replace_batch_norm"]
 
 
 def replace_batch_norm(model: nn.Module, groups: int | Callable[[int], int] = 32) -> nn.Module:
-    """Put a GroupNorm in place of each BatchNorm of `model`, of any dimension and SyncBatchNorm; returns the model.
+    """Replace each BatchNorm of `model`, of any dimension and SyncBatchNorm, by a GroupNorm; returns the model.
 
-    `groups` is the number of groups of channels, or a function of the number of channels that gives it; it is lowered
-    to the next divisor of the number of channels, and for BatchNorm1d so far that a group has two channels. Weight and
-    bias are the same `Parameter` objects, so an optimizer goes on holding them, and keep their names in the state_dict;
-    the running statistics are gone. Epsilon, device, dtype and training mode stay. A module that is used at two places
-    is replaced by one that is used at both.
+    `groups` is the number of groups of channels, or a function from the number of channels to it. It is lowered to the
+    next divisor of the number of channels, and for BatchNorm1d until a group has two channels. Weight and bias are the
+    same `Parameter` objects, so an optimizer still holds them, and keep their names in the state_dict; the running
+    statistics are removed. Epsilon, device, dtype and training mode stay. A module that is used at two places is
+    replaced by one that is used at both.
     Requires: lazy modules have run once. Ensures: if `model` is itself a BatchNorm, the GroupNorm is returned.
-    Numerics: another function, normalising each sample by its own statistics; train the model anew.
-    Raises `CompileSpecError` for a lazy BatchNorm without a shape, and for a number of groups below 1; then no module
-    has been replaced.
+    Numerics: another function, which normalises each sample by its own statistics; train the model again.
+    Raises `CompileSpecError`, and replaces nothing, for a lazy BatchNorm without a shape and for groups below 1.
 
         >>> from torch import nn
         >>> replace_batch_norm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
         24
     """
-    # All are made before the first is put in place. Names with duplicates: a shared module has several.
+    # All are made before the first one is inserted. Names with duplicates: a shared module has several.
     new: dict[int, nn.GroupNorm] = {}
     places: list[tuple[nn.Module, str, nn.GroupNorm]] = []
     for path, module in model.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""What a compiled model and a privacy engine know of each other."""
+"""Interface between CompiledModule and PrivacyEngine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ __all__ = ["Internals", "Runner", "refuse_grad_samplers"]
 
 
 class Runner(Protocol):
-    """What takes the training forwards of a model: a private session."""
+    """Runs the training forwards of a model: a private session."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training forward."""
 
     def ways(self) -> tuple[tuple[str, str, str], ...]:
-        """For `explain()`: each trainable parameter, what uses it, how its per-sample gradients are taken."""
+        """For `explain()`: each trainable parameter, its uses, and how its per-sample gradients are computed."""
 
 
 @dataclass(frozen=True)
 class Internals:
-    """What a privacy engine builds on: the model, its captured programs, and the link table of a batch.
+    """What a privacy engine uses of a model: the model, its captured programs, and the link table of a batch.
 
-    `begin(batch, ids, bits)` brings the link table up to date for a training forward on `batch` samples with these ids,
-    which draws its random bits from `bits`.
+    `begin(batch, ids, bits)` updates the link table for a training forward on `batch` samples with these ids, which
+    draws its random bits from `bits`.
     """
 
     original: nn.Module
@@ -41,7 +41,7 @@ class Internals:
 
 
 def refuse_grad_samplers(model: nn.Module) -> None:
-    """Raise if another library waits for per-sample gradients: its hooks see modules, which a program does not call."""
+    """Raise if another library waits for per-sample gradients: its hooks are on modules, which programs do not call."""
     named = model.named_parameters()
     hooked = next((n for n, p in named if isinstance(p, ExpandedWeight) or hasattr(p, "grad_sample")), None)
     if hooked is not None:

@@ -1,8 +1,7 @@
 """Every error that dpquant_compile raises on purpose.
 
-Each message names the thing at fault (a site, a node, a parameter, an argument), the source line where it is
-known, and what to do about it. All derive from `DPQuantError`, and from the built-in that fits, so that code
-written against the built-ins keeps working.
+Each message names the thing at fault (a site, a node, a parameter, an argument), the source line where it is known, and
+the fix. All derive from `DPQuantError` and from a fitting built-in, so that code written against the built-ins works.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +41,7 @@ def listing(names: Sequence[str], limit: int = 60) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question for the end of a message, with a space before it; empty if nothing is near."""
+    """A question for the end of a message, with a leading space; empty if no known word is similar."""
     near = get_close_matches(word, list(known), 1)
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -67,7 +66,7 @@ class FormatError(DPQuantError, ValueError):
 
 
 class NonFiniteError(DPQuantError, ValueError):
-    """A tensor holds NaN or infinity where only numbers can be quantized."""
+    """A tensor that must be quantized holds NaN or infinity."""
 
 
 class CompileSpecError(DPQuantError, ValueError):
@@ -79,7 +78,7 @@ class CaptureError(DPQuantError, RuntimeError):
 
 
 class NotCapturedError(DPQuantError, RuntimeError):
-    """A graph was asked for before the first forward of a model that only Dynamo can capture."""
+    """A graph was requested before the first forward of a model that only Dynamo can capture."""
 
 
 class InplaceAliasError(DPQuantError, RuntimeError):
@@ -87,30 +86,30 @@ class InplaceAliasError(DPQuantError, RuntimeError):
 
 
 class GraphInvariantError(DPQuantError, RuntimeError):
-    """A pass left the graph in a state that its contract rules out."""
+    """A pass left the graph in a state that violates its contract."""
 
 
 class KernelError(DPQuantError, RuntimeError):
-    """No kernel of the asked-for backend can run a site."""
+    """No kernel of the requested backend can run a site."""
 
 
 class RegistryError(DPQuantError, KeyError):
-    """A name is registered twice, or looked up and not there."""
+    """A name is registered twice, or a name that was looked up is not registered."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class OperatorArgumentError(DPQuantError, AttributeError):
-    """An argument of an operator is asked for, or given, under a name that its schema does not have."""
+    """An argument of an operator is read or given under a name that its schema does not have."""
 
 
 class IsolationError(DPQuantError, RuntimeError):
-    """A model lets one sample of a batch change what another sample's gradient is."""
+    """A model lets one sample of a batch change the gradient of another sample."""
 
 
 class PerSampleGradientError(DPQuantError, RuntimeError):
-    """A parameter is used in a way for which there is no per-sample gradient."""
+    """A parameter is used in a way that has no per-sample gradient."""
 
 
 class PrivacySpecError(DPQuantError, ValueError):
@@ -122,20 +121,20 @@ class PrivateTrainingError(DPQuantError, RuntimeError):
 
 
 class LabError(DPQuantError, ValueError):
-    """A task, a configuration, data or a run folder of the lab that cannot be used."""
+    """A task, a configuration, data or a run folder of the lab cannot be used."""
 
 
 class LedgerError(DPQuantError, RuntimeError):
-    """A privacy ledger is corrupt, lost, of another version, in use, or does not fit what it is used with."""
+    """A privacy ledger is corrupt, lost, in use, of another version, or does not fit what it is used with."""
 
 
 class PrivacyBudgetError(DPQuantError, RuntimeError):
-    """A release would pass the privacy budget, or no noise can keep it."""
+    """A release would exceed the privacy budget, or no noise can keep it."""
 
 
 class DistributedError(DPQuantError, RuntimeError):
-    """Processes that train together have come apart, or one of them is gone."""
+    """Processes that train together have diverged, or one of them has ended."""
 
 
 class CheckpointError(DPQuantError, RuntimeError):
-    """A checkpoint that cannot be read, or belongs to another model, configuration or version."""
+    """A checkpoint cannot be read, or belongs to another model, configuration or version."""

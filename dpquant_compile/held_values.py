@@ -1,7 +1,7 @@
 """Held values: the numbers, texts, arrays and tensors that a model's code can read beside its arguments.
 
-A captured graph has them as constants, so two captures are of one model only if these are equal. They lie in attributes
-of modules and of other objects, in class attributes, in closures, and in global variables that `forward` reads.
+They are constants of a captured graph, so two captures are of the same model only if these values are equal. They lie
+in attributes of modules and of other objects, in class attributes, in closures, and in globals that `forward` reads.
 """
 
 import dis
@@ -25,8 +25,8 @@ __all__ = ["MODULE_INTERNALS", "held_values", "same_values", "value_key", "value
 MODULE_INTERNALS = frozenset(vars(nn.Module()))  # what torch keeps in every module: hooks, modes, parameters
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
 _CONTAINERS = (list, tuple, deque)
-_LONG = 64  # longer lists of plain values are one value
-# Their objects are compared by identity: they hold caches and counters that change on their own.
+_LONG = 64  # longer lists of plain values count as one value
+# Objects of these packages are compared by identity: they hold caches and counters that change on their own.
 _CLOSED = sys.stdlib_module_names | {"torch", "torchvision", "numpy", "opacus", "dpquant_compile", "passes", "backends"}
 _OPEN = (types.SimpleNamespace, Namespace, torch.distributions.Distribution)
 _IMPLICIT = ("__call__", "__getattr__", "__getattribute__")
@@ -35,9 +35,9 @@ _IMPLICIT = ("__call__", "__getattr__", "__getattribute__")
 def held_values(root: Any) -> dict[str, Any]:
     """By name, what the code of a module, a function or another callable can read beside its arguments.
 
-    Parameters and buffers of a module are left out: a graph reads them anew at each call. A tensor or an array stands
-    as a digest of its bytes, a set as its sorted elements, and an object whose inside is not looked into as itself.
-    Global variables and class attributes are those whose names occur in code that is reachable from `forward` and that
+    Parameters and buffers of a module are left out: a graph reads them at each call. A tensor or an array is
+    represented by a digest of its bytes, a set by its sorted elements, and an object that is not inspected by itself.
+    Global variables and class attributes are included if their names occur in code that is reachable from `forward` and
     belongs to no library.
     """
     walk = _Walk()
@@ -49,7 +49,7 @@ def held_values(root: Any) -> dict[str, Any]:
 
 
 def values_in(value: Any) -> dict[str, Any]:
-    """The same of one value, such as an argument, by path within it. Code is not looked into."""
+    """The same for one value, such as an argument, by path within it. Code is not inspected."""
     walk = _Walk(code=False)
     walk.visit("", value)
     return walk.finished()
@@ -64,7 +64,7 @@ def same_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 
 
 def value_key(values: Any) -> Hashable:
-    """What a program is compiled for, of its arguments: shapes and types of tensors, and all other values."""
+    """The part of arguments for which a program is compiled: shapes and types of tensors, and all other values."""
     leaves, spec = tree_flatten(values)
 
     def describe(leaf: Any) -> Hashable:
@@ -76,7 +76,7 @@ def value_key(values: Any) -> Hashable:
 
 
 class _Itself:
-    """An object that is equal to nothing but itself."""
+    """Wraps an object that is equal only to itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -92,19 +92,19 @@ class _Itself:
 
 
 class _Walk:
-    """One walk over values. It goes by a list and not by recursion, since objects may lie deep in each other."""
+    """One walk over values. It uses a list instead of recursion, since objects may be nested deeply."""
 
     def __init__(self, code: bool = True) -> None:
         self.found: dict[str, Any] = {}
         self._code = code
         self._todo: deque[tuple[str, Any]] = deque()
-        self._first: dict[int, str] = {}  # the name that an object was found by first
-        self._kept: list[Any] = []  # so that no id is used twice
-        self._owned: dict[int, str] = {}  # modules, parameters and buffers that are known by their own names
+        self._first: dict[int, str] = {}  # the name under which an object was found first
+        self._kept: list[Any] = []  # keeps objects alive, so that no id is reused
+        self._owned: dict[int, str] = {}  # modules, parameters and buffers that have their own names
         self._names: set[str] = set()  # attribute names in the code seen so far
         self._globals: set[str] = set()
         self._classes: dict[type, None] = {}
-        self._partly: list[tuple[str, Mapping[str, Any]]] = []  # objects of which only what the code reads counts
+        self._partly: list[tuple[str, Mapping[str, Any]]] = []  # objects of which only attributes that code reads count
         self._looked_at: set[tuple[Any, str]] = set()
 
     def module_tree(self, root: nn.Module) -> None:
@@ -122,7 +122,7 @@ class _Walk:
         self._todo.append((name, value))
 
     def finished(self) -> dict[str, Any]:
-        """All values, once nothing is left to look at."""
+        """All values, after the walk has ended."""
         while self._todo or self._queue_named():
             while self._todo:
                 self._look(*self._todo.popleft())
@@ -197,7 +197,7 @@ class _Walk:
             self._note(name, _Itself(value))
         elif (
             isinstance(value, nn.Module) and _root(type(value)) != "dpquant_compile"
-        ):  # one that is hidden from the model, in a list or another object
+        ):  # a module that is hidden from the model, in a list or another object
             self._note(name, kind)
             self._class(type(value))
             self._names.add("forward")
@@ -211,7 +211,7 @@ class _Walk:
             self._attributes(name, dict(_slots(value)) | dict(getattr(value, "__dict__", {})))
 
     def _behind_method(self, name: str, value: Any) -> None:
-        """What a method belongs to. Of a plain object, such as a trainer, only what code reads: the rest may change."""
+        """The object of a method. Of a plain object, such as a trainer, only what code reads: the rest may change."""
         if not self._code or isinstance(value, nn.Module | type) or not hasattr(value, "__dict__"):
             self.visit(name, value)
         else:
@@ -244,7 +244,7 @@ class _Walk:
                 self._global(f"global {function.__module__}", function.__globals__[path[0]], path)
 
     def _global(self, name: str, value: Any, path: tuple[str, ...]) -> None:
-        """A global variable; of a module of the user's, the attribute of it that the code reads."""
+        """A global variable; of a user's module, the attribute of it that the code reads."""
         name = f"{name}.{path[0]}"
         for attribute in path[1:]:
             if not isinstance(value, types.ModuleType):
@@ -261,7 +261,7 @@ class _Walk:
             self._classes |= dict.fromkeys(c for c in cls.__mro__ if _is_user_code(c.__module__))
 
     def _queue_named(self) -> bool:
-        """Queue attributes of classes whose names the code seen so far has, as methods that are called; whether any."""
+        """Queue class attributes, such as methods, whose names occur in the code seen so far; whether any was new."""
         held: list[tuple[str, Any, Mapping[str, Any]]]
         held = [(f"class {cls.__qualname__}", cls, vars(cls)) for cls in self._classes]
         held += [(name, name, attributes) for name, attributes in self._partly]
@@ -277,9 +277,9 @@ class _Walk:
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], frozenset[str]]:
-    """The global variables that code reads, with the attributes that it reads of them; and names of attributes.
+    """The global variables that code reads, with the attributes that it reads of them; and attribute names.
 
-    Texts are among the latter, since getattr() takes them.
+    String constants count as attribute names, since getattr() takes them.
     """
     read: dict[tuple[str, ...], None] = {}
     names: set[str] = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
@@ -304,7 +304,7 @@ def _names_in(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], frozen
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(module: str | None) -> bool:
-    """Whether a module is neither of Python, torch or this package, nor installed."""
+    """Whether a module belongs neither to Python, torch or this package, nor to an installed package."""
     if module is None or module.partition(".")[0] in _CLOSED:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
@@ -328,7 +328,7 @@ def _tensor(value: Tensor) -> Any:
         return _Itself(value)
     try:
         contents = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    except (RuntimeError, TypeError):  # a subclass that has no bytes of its own
+    except (RuntimeError, TypeError):  # a subclass without bytes of its own
         return _Itself(value)
     return str(value.dtype), tuple(value.shape), str(value.device), _digest(contents)
 

@@ -31,7 +31,7 @@ from dpquant_compile.view import GraphView, PrivateView
 
 __all__ = ["CompiledModule"]
 
-# Shared with the original, so that whoever holds either sees the same parameters, buffers and hooks.
+# Shared with the original, so that both show the same parameters, buffers and hooks.
 _SHARED = (
     "_modules",
     "_parameters",
@@ -49,11 +49,9 @@ _SHARED = (
 
 class CompiledModule(nn.Module):
     """A model whose convs and linears can be switched to low precision, one policy at a time.
-
     Made by `dpquant_compile.compile`. It shares parameters, buffers and submodules with the original, keeps their
-    names, and takes the same arguments. In train() the sites of `policy` run in low precision; in eval() all run
-    in full precision, unless compiled with `quantize_eval=True`. `use_variants = False` keeps precompiled variants
-    from being used.
+    names, and takes the same arguments. In train() the sites of `policy` run in low precision; in eval() all run in
+    full precision, unless compiled with `quantize_eval=True`. `use_variants = False` disables precompiled variants.
     """
 
     training: bool
@@ -76,7 +74,7 @@ class CompiledModule(nn.Module):
         self._sites = known if self._provisional and not known else select_sites(known, sites)
         self._dispatcher = self._new_dispatcher()
         for site in self._sites:
-            kernel_of(site, spec, self._device())  # raises now, not in the middle of a training
+            kernel_of(site, spec, self._device())  # raises now instead of during training
         self._variants = VariantCache()
         self.use_variants = True
         self.__dict__["_private"] = None
@@ -110,9 +108,9 @@ class CompiledModule(nn.Module):
         self._programs.get(args, kwargs, batch_size(args, kwargs))
 
     def recapture(self) -> None:
-        """Forget the captured graphs, after a change of the model that is not in its parameters, modes or modules.
+        """Discard the captured graphs, after a change of the model outside its parameters, modes and modules.
 
-        Plain Python values that forward() reads, a rate or a flag, are constants of a captured graph.
+        Plain Python values that forward() reads, such as a rate or a flag, are constants of a captured graph.
         """
         self._programs.clear()
         self._variants = VariantCache()
@@ -120,15 +118,15 @@ class CompiledModule(nn.Module):
     # Private training
 
     def internals(self) -> Internals:
-        """What a privacy engine builds on."""
+        """The interface to a privacy engine."""
         return Internals(self._original, self._programs, self._spec, self._begin_private)
 
     def attach(self, runner: Runner | None) -> None:
-        """Let `runner` take this model's training forwards, as a privacy engine does; None gives them back."""
+        """Let `runner`, such as a private session, run this model's training forwards; None detaches it."""
         self.__dict__["_private"] = runner
 
     def is_run_by(self, runner: Runner) -> bool:
-        """Whether `runner` is the one that takes this model's training forwards now."""
+        """Whether `runner` runs this model's training forwards now."""
         return self.__dict__["_private"] is runner
 
     def _begin_private(self, batch: int, ids: torch.Tensor, bits: RandomBits) -> LinkTable:
@@ -156,7 +154,7 @@ class CompiledModule(nn.Module):
 
     @property
     def policy(self) -> Policy:
-        """The sites that now run in low precision."""
+        """The sites that currently run in low precision."""
         return self._dispatcher.policy
 
     def set_policy(self, policy: "str | Iterable[str]") -> Policy:
@@ -166,10 +164,10 @@ class CompiledModule(nn.Module):
 
     @property
     def step(self) -> int:
-        """The step that the next training forward rounds by; it advances when parameters have changed in between.
+        """The step that the rounding of the next training forward depends on; it advances when parameters change.
 
-        To resume, set it to the value it had when the checkpoint was made; set it too where parameters change unseen,
-        through `parameter.data`.
+        To resume, set it to its value at the checkpoint. Set it also where parameters change undetected, through
+        `parameter.data`.
         """
         return self._dispatcher.step + self._dispatcher.changed(self._original.parameters())
 
@@ -179,9 +177,9 @@ class CompiledModule(nn.Module):
 
     @property
     def sample_ids(self) -> torch.Tensor | None:
-        """The ids that the random bits of the next batches' samples are drawn by; None: their places in the batch.
+        """The ids that the random bits of the next batches' samples depend on; None: their positions in the batch.
 
-        In private training they name the samples of a batch that did not come from the loader, each once.
+        In private training they identify the samples of a batch that did not come from the loader, each id once.
         """
         return self._dispatcher.sample_ids
 
@@ -194,15 +192,15 @@ class CompiledModule(nn.Module):
         return Dispatcher(names, self._spec.seed, draw_policy(self.budget, names, self._spec.seed))
 
     def _link(self, found: SiteTable) -> tuple[LinkTable, dict[str, int]]:
-        """Take over the sites that a graph really has; called once per captured program."""
+        """Adopt the sites that a captured graph has; called once per captured program."""
         table, old = select_sites(found, self._chosen), self._dispatcher
         first, self._provisional = not self._programs.captured, False
-        # A graph of one mode may lack layers that another has; what is skipped is no site in any.
+        # A graph of one mode may lack layers of another mode; a layer that is skipped in one is a site in none.
         gone = {skip.name for skip in found.skipped}
         if first:
             others = [] if self._programs.was_provisional else [s for s in self._sites if s.name not in gone]
         else:
-            others = list(self._sites)  # one that this call cannot quantize is still a site; explain() says so
+            others = list(self._sites)  # a site that this call cannot quantize stays a site; explain() says so
         merged = [*table.sites, *(site for site in others if site.name not in table.names)]
         skipped = (*table.skipped, *_uncalled(self._original, merged, table.skipped)) if first else self._sites.skipped
         called = {site.name for site in merged}
@@ -217,7 +215,7 @@ class CompiledModule(nn.Module):
         return self._dispatcher.table, self._dispatcher.rows
 
     def _keep_policy(self, old: Dispatcher) -> None:
-        """Carry a policy that was set on declared sites over to the ones that the graph has."""
+        """Transfer a policy that was set on declared sites to the sites of the graph."""
         chosen = self._pending or (tuple(old.policy) if self._explicit else None)
         if chosen is None:
             return
@@ -235,8 +233,8 @@ class CompiledModule(nn.Module):
     def variant(self, policy: "str | Iterable[str]" = "all") -> fx.GraphModule:
         """The graph specialised to `policy`: callable like the model, readable by `print_readable()`.
 
-        It shares parameters, random streams and step with the model, so for the same batch it computes what the model
-        computes under that policy: bit for bit in reference arithmetic.
+        It shares parameters, random streams and step with the model. For the same batch it gives the result of the
+        model under that policy: bit for bit in reference arithmetic.
         """
         chosen = self._resolve(policy)
         base, table, rows = self._programs.readable(), self._dispatcher.table, self._dispatcher.rows
@@ -249,8 +247,8 @@ class CompiledModule(nn.Module):
         program = self._programs.get(args, kwargs, batch)
         if site_axes(program.base) != axes:
             raise CaptureError(
-                "this variant was made before the model had seen a batch of this shape, and its samples lie elsewhere: "
-                "call model.variant(policy) again"
+                "this variant was made before the model had seen a batch of this shape, and its samples lie elsewhere. "
+                "Fix: call model.variant(policy) again"
             )
         self._begin(batch, True)
 
@@ -260,11 +258,10 @@ class CompiledModule(nn.Module):
     def precompile(self, policies: "Iterable[str | Iterable[str]]", *, background: bool = True) -> Precompilation:
         """Compile whole-graph variants for the policies of a schedule ahead of their epochs.
 
-        They fuse the quantizers with their neighbours, and run instead of the link table from the moment they are
-        ready; `wait()` on the result makes that moment certain. With `background` the work is done in a thread
-        beside the training, unless the model draws random numbers (dropout). At most 32 variants are kept.
-        Variants round intermediate sums in another order than the link table, so results may differ in the last bits:
-        wait for them where runs must repeat exactly.
+        They fuse the quantizers with their neighbours, and replace the link table as soon as they are ready; `wait()`
+        on the result blocks until then. With `background` a thread compiles during training, unless the model draws
+        random numbers (dropout). At most 32 variants are kept. Variants round intermediate sums in another order than
+        the link table, so results may differ in the last bits: wait for them where runs must repeat exactly.
         """
         if isinstance(policies, str) or not isinstance(policies, Iterable):
             raise SiteError(f"precompile({policies!r}): give a list of policies, such as [{policies!r}]")
@@ -278,7 +275,7 @@ class CompiledModule(nn.Module):
         return "\n".join(difflib.unified_diff(before, after, f"policy {a}", f"policy {b}", lineterm="", n=1))
 
     def explain(self) -> Explanation:
-        """What each site runs as now, by which kernel, native or emulated, and why the rest is skipped."""
+        """How each site runs now: by which kernel, native or emulated; and why the rest is skipped."""
         latest = self._programs.latest
         lost = {s.name: s.reason for s in collect_sites(latest.base).skipped} if latest is not None else {}
         private = self.__dict__["_private"].ways() if self.__dict__["_private"] is not None else ()
@@ -286,7 +283,7 @@ class CompiledModule(nn.Module):
         return explain(self._sites, self.policy, self._spec, *where, lost, private, self._not_native())
 
     def _not_native(self) -> dict[str, str]:
-        """Sites whose tensors a native kernel hands on to the emulated one, and why."""
+        """Sites whose tensors a native kernel passes to the emulated one, and why."""
         held = dict(self._original.named_parameters(remove_duplicate=False))
         dtypes = {site.name: held[site.weight].dtype for site in self._sites if site.weight in held}
         reasons = {name: f"its weight is {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32}
@@ -307,7 +304,7 @@ class CompiledModule(nn.Module):
         return self._programs.graphs
 
     def graph_view(self) -> GraphView:
-        """The graph as drawn: `.to_networkx()`, `.to_svg()`, `.with_policy(policy)`."""
+        """The graph as a drawing: `.to_networkx()`, `.to_svg()`, `.with_policy(policy)`."""
         device = self._device()
         kernels = {site.name: str(kernel_of(site, self._spec, device)) for site in self._sites}
         title = type(self._original).__name__
@@ -343,7 +340,7 @@ class CompiledModule(nn.Module):
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, value: bool | None) -> None:
-        if "_original" in self.__dict__:  # not yet, when nn.Module sets its own defaults
+        if "_original" in self.__dict__:  # it is missing while nn.Module sets its own defaults
             self.__dict__["_original"]._is_full_backward_hook = value
 
     def train(self, mode: bool = True) -> "CompiledModule":
@@ -362,7 +359,7 @@ class CompiledModule(nn.Module):
         return self._original.load_state_dict(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The graphs and compiled programs stay behind: they are made again from the model and the spec.
+        # Graphs and compiled programs are not copied: the model and the spec suffice to make them again.
         chosen = self._sites.names if self._chosen is not None else None
         state = {"step": self.step, "policy": tuple(sorted(self.policy)), "explicit": self._explicit}
         return _restore, (self._original, self._spec, chosen, state)
@@ -372,7 +369,7 @@ class CompiledModule(nn.Module):
 
 
 def _uncalled(model: nn.Module, sites: Sequence[Site], skipped: Sequence[Skipped]) -> Iterator[Skipped]:
-    """Layers that the model declares and its forward does not call."""
+    """Layers that the model declares but forward() does not call."""
     known = [*(site.name for site in sites), *(skip.name for skip in skipped)]
     for site in declared_sites(model):
         whole = any(site.name.startswith(f"{skip.name}.") for skip in skipped)
@@ -381,7 +378,7 @@ def _uncalled(model: nn.Module, sites: Sequence[Site], skipped: Sequence[Skipped
 
 
 def _renamed(policy: Iterable[str], names: Sequence[str]) -> list[str]:
-    """A policy on declared sites as one on captured sites: "in_proj" may turn out to be "in_proj.q" and others."""
+    """A policy on declared sites as one on captured sites: "in_proj" may become "in_proj.q" and others."""
     parts = {name: [n for n in names if n.startswith(f"{name}.")] for name in policy if name not in names}
     return [new for name in policy for new in (parts.get(name) or [name])]
 
@@ -395,5 +392,5 @@ def _restore(
     if set(state["policy"]) <= set(module._dispatcher.names):
         module._dispatcher.set_policy(state["policy"])
     if module._provisional:
-        module._pending = state["policy"]  # its sites are known when the graph is
+        module._pending = state["policy"]  # its sites are known only with the graph
     return module

@@ -67,7 +67,7 @@ __all__ = [
     "tracked",
 ]
 
-# A captured graph, by fx or by Dynamo, to the one form that all others start from, its sites marked.
+# From a captured graph, by fx or by Dynamo, to the canonical form with marked sites, from which all others start.
 CANONICAL_PASSES = (expand_attention, inline_modules, functionalize, canonicalize, mark_sites)
 
 # Shapes, FLOPs, and which elements belong to which sample; at the first forward.
@@ -79,25 +79,25 @@ SWITCHING_PASSES = (insert_switches,)
 # A program for one policy.
 SPECIALISING_PASSES = (specialize,)
 
-# Private training: the proof that no value mixes samples. It changes nothing.
+# Private training: the proof that no value mixes samples. It does not change the graph.
 ISOLATION_PASSES = (verify_isolation,)
 
 # Rewrites of the private joint graph that `trace_joint` makes, for Inductor to compile.
 COMPILED_JOINT_PASSES = (share_operands, optimize_joint, merge_equal_nodes, recompute_relu_masks, pack_relu_masks)
 
-# The same for a graph that is interpreted, which saves no memory by masks.
+# The same for an interpreted graph, for which masks save no memory.
 INTERPRETED_JOINT_PASSES = (share_operands, merge_equal_nodes)
 
-# What forward computes, for the cut to read.
+# Marks what forward computes, for the cut.
 TAGGING_PASSES = (tag_forward,)
 
-# The joint graph to forward and backward, and what may be freed between them.
+# From the joint graph to forward and backward, and what may be freed between them.
 COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
 INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
 
 
 def canonical(gm: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
-    """The one form that both ways of capture end in, with its sites marked."""
+    """The canonical form, in which both ways of capture end, with marked sites."""
     origin = next((node.meta.get("origin", "capture") for node in gm.graph.nodes), "capture")
     return run_passes(gm, CANONICAL_PASSES, origin=origin, log=log)
 
@@ -110,7 +110,7 @@ def tracked(
     log: MutableSequence[PassRecord],
     batch: int | None = None,
 ) -> fx.GraphModule:
-    """The same graph, knowing its shapes and where the samples lie at every site."""
+    """The same graph with shapes, and with the position of the samples at every site."""
     passes = _bound(TRACKING_PASSES, args=args, kwargs=kwargs, any_batch=any_batch, batch=batch)
     return run_passes(_copied(gm), passes, origin=log[-1].name if log else "mark_sites", log=log)
 
@@ -141,14 +141,14 @@ def specialised(
 def isolated(
     gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], log: MutableSequence[PassRecord]
 ) -> None:
-    """Prove that no value of a tracked graph mixes samples; raise where it does."""
+    """Prove that no value of a tracked graph mixes samples; raise `IsolationError` otherwise."""
     run_passes(gm, _bound(ISOLATION_PASSES, args=args, kwargs=kwargs), origin="track_batch", log=log)
 
 
 def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[PassRecord]) -> fx.GraphModule:
     """The forward and backward programs of private training, from a graph that `isolated` has proved.
 
-    `trace` is the pass that makes the joint graph; it belongs to the privacy package, which knows clipping.
+    `trace` is the pass that makes the joint graph; it is an argument, since it belongs to the privacy package.
     """
     compiled = inner == "inductor"
     joint = run_passes(gm, (trace,), origin="verify_isolation", log=log)

@@ -1,4 +1,4 @@
-"""Programs: captured graphs with their switches in, one per mode and kind of input, and what runs them."""
+"""Programs: captured graphs with their switches, one per mode and kind of input, and what runs them."""
 
 import inspect
 from collections import deque
@@ -35,13 +35,13 @@ Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 class Program:
     """One graph that is ready to run.
 
-    base         canonical graph with shapes and batch axes, from which variants and private programs are made
+    base         canonical graph with shapes and batch axes; variants and private programs are made from it
     switch       makes `switched`: the same with a switch at each site
-    compile      makes `call` of that: what runs it, compiled as the spec asks
+    compile      makes `call`: what runs `switched`, compiled as the spec says
     rows         row of each site's name in the link table
-    any_batch    whether it holds for all batch sizes, or only for the one it was captured with
+    any_batch    whether it holds for all batch sizes, or only for the one of its capture
     example      arguments of the first call, without their data
-    traced_from  the trace it was made of; programs of one trace may be shared between shapes
+    traced_from  the trace it was made from; programs of one trace may be shared between shapes
     attributes   `held_values` at capture: constants of the graph
     """
 
@@ -56,7 +56,7 @@ class Program:
 
     @cached_property
     def switched(self) -> fx.GraphModule:
-        """The program for all policies. Made when first asked for: private training does not run it."""
+        """The program for all policies. Made on first use: private training does not run it."""
         return self.switch()
 
     @cached_property
@@ -68,8 +68,7 @@ class Program:
 class Programs:
     """Captures a model lazily: one program per (modes of its modules, kind of input).
 
-    `link` is told the table of sites that a graph was found to have, and answers with the link table to read and
-    the row of each site.
+    `link` takes the sites that a graph has, and returns the link table to read and the row of each site.
     """
 
     def __init__(self, original: nn.Module, spec: CompileSpec, link: Link) -> None:
@@ -84,7 +83,7 @@ class Programs:
         self._traced_with: dict[Hashable, Mapping[str, Any]] = {}
         self._latest: dict[Hashable, Program] = {}
         self.last_trained: Program | None = None
-        # What a privacy engine has compiled of these programs, for the next `make_private` of the same model to find.
+        # What a privacy engine has compiled from these programs; the next `make_private` of the same model reuses it.
         self.private: dict[Hashable, Any] = {}
         self.was_provisional = self.provisional
 
@@ -95,23 +94,23 @@ class Programs:
 
     @property
     def provisional(self) -> bool:
-        """Whether only the modules say what the sites are, until Dynamo has captured the model."""
+        """Whether the sites are only those that the modules declare, until Dynamo has captured the model."""
         return not self.captured and isinstance(self._trace(), CaptureError)
 
     def known_sites(self) -> SiteTable:
-        """The sites as far as they can be known now: from the last graph, a trace, or the modules alone."""
+        """The sites as far as they are known: from the last graph, a trace, or the modules alone."""
         gm = self.latest.base if self.latest is not None else self._trace()
         return declared_sites(self.original) if isinstance(gm, CaptureError) else collect_sites(gm)
 
     def readable(self) -> fx.GraphModule:
-        """The canonical graph to read and to specialise."""
+        """The canonical graph, for reading and specialising."""
         if self.latest is not None:
             return self.latest.base
         gm = self._trace()
         if isinstance(gm, CaptureError):
             raise NotCapturedError(
-                f"the graph of this model is not known yet. {gm}, so Dynamo captures it at the first forward: call the "
-                "model on one batch, or pass example_inputs= to compile()"
+                f"the graph of this model is not known yet. {gm}, so Dynamo captures it at the first forward. Fix: "
+                "call the model on one batch, or pass example_inputs= to compile()"
             )
         return gm
 
@@ -130,13 +129,13 @@ class Programs:
         return program
 
     def setting(self) -> tuple[Hashable, Hashable]:
-        """The modes of all modules, and which parameters are frozen: what other programs are captured for."""
-        # One program per pattern of frozen parameters: Dynamo guards on it, and gives up after a few.
+        """The modes of all modules, and which parameters are frozen: each combination has its own programs."""
+        # Dynamo guards on the pattern of frozen parameters, and gives up after a few recompilations.
         return self._mode(), hash(tuple(parameter.requires_grad for parameter in self.original.parameters()))
 
     @property
     def latest(self) -> Program | None:
-        """The last program that ran in the present mode."""
+        """The last program that ran in the current mode."""
         return self._latest.get(self._mode())
 
     @property
@@ -145,12 +144,12 @@ class Programs:
         return bool(self._programs)
 
     def _mode(self) -> tuple[tuple[int, bool], ...]:
-        # Per module, since a frozen BatchNorm is in eval() while the rest trains; and which module, since a layer may
-        # be replaced. Programs keep the modules they were made of, so no other can come to have the same id.
+        # Per module, since a frozen BatchNorm is in eval() while the rest trains; with its id, since a layer may be
+        # replaced. Programs keep their modules alive, so no id is reused.
         return tuple((id(module), module.training) for module in self.original.modules())
 
     def clear(self) -> None:
-        """Forget all graphs; the next forward captures the model as it then is."""
+        """Discard all graphs; the next forward captures the model again."""
         self._programs.clear()
         self._traced.clear()
         self._traced_with.clear()
@@ -159,11 +158,11 @@ class Programs:
         self.last_trained = None
 
     def normalise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call without optional arguments that are given at their defaults."""
+        """The call without optional arguments that equal their defaults."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
-            return tuple(args), dict(kwargs)  # the model's own forward will say what is wrong
+            return tuple(args), dict(kwargs)  # the model's own forward raises the error
         given, parameters = dict(bound.arguments), self._signature.parameters
         for name in reversed(list(given)):
             p = parameters[name]
@@ -191,7 +190,7 @@ class Programs:
         return tuple(n for n in bound if self._signature.parameters[n].default is not inspect.Parameter.empty)
 
     def _prepare(self, kind: tuple[Hashable, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        # torch runs an encoder layer in eval() as one operator, in which there are no sites.
+        # In eval() torch's fast path runs an encoder layer as one operator, which has no sites.
         quick = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -219,7 +218,7 @@ class Programs:
         except CaptureError:
             if not any_batch:
                 raise
-            any_batch = False  # a model that holds for one batch size only, because it writes that size as a number
+            any_batch = False  # the model contains its batch size as a number, and holds for that size only
             gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
         for key, program in self._programs.items() if traced and any_batch else ():
             alike = site_axes(program.base) == site_axes(gm) and _rows(program.base) == _rows(gm)
@@ -248,10 +247,11 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why a trace does not stand for the model on this call; None if both give the same.
+    """Why a trace does not represent the model on this call; None if both give the same result.
 
-    A trace takes each branch once. One that depends on more than the modules' modes (an isinstance, a random number, an
-    argument that was not given) shows here, and then Dynamo captures the model instead. Nothing is left changed.
+    A trace takes each branch once. A branch that depends on more than the modules' modes (an isinstance, a random
+    number, an argument that was not given) shows here, and then Dynamo captures the model instead. All state is
+    restored.
     """
     try:
         bind_inputs(gm, args, kwargs)
@@ -265,9 +265,9 @@ def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwa
             writes = Writes()
             with torch.random.fork_rng(devices=[]), writes:
                 try:
-                    copied, named = tree_map(_cloned, (tuple(args), dict(kwargs)))  # a model may write into its input
+                    copied, named = tree_map(_cloned, (tuple(args), dict(kwargs)))  # a model may write into its inputs
                     results.append(tree_leaves(run(*copied, **named)))
-                except Exception as error:  # the model's own error, or the trace's
+                except Exception as error:  # of the model or of the trace
                     results.append([type(error)])
             writes.undo()  # a tensor outside of the model must not keep values of this batch
             for buffer, value in kept:
@@ -276,7 +276,7 @@ def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwa
             if drew is not None:
                 return f"forward() draws from {drew}, which a trace would do only once"
     if not isinstance(results[0][0] if results[0] else None, Tensor):
-        return None  # the model itself fails on this call, or returns no tensor: its own error is the one to see
+        return None  # the model itself fails on this call, or returns no tensor: users should see its own error
     same = len(results[0]) == len(results[1]) and all(map(_equal, *results))
     return None if same else "the trace computes something else than the model on this call"
 
@@ -289,14 +289,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def mark_batch_dynamic(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> None:
-    """Tell Dynamo that dimension 0 varies, so that a Poisson batch of another size compiles nothing."""
+    """Tell Dynamo that dimension 0 varies, so that another size of Poisson batch needs no compilation."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
 
 
 def _at_least_two(call: tuple[Any, Any], batch: int) -> tuple[Any, Any]:
-    """The call with a batch that Dynamo does not take for a constant; only shapes matter."""
+    """The call with a batch that Dynamo does not treat as a constant; only shapes matter."""
     if batch >= 2:
         return call
 
@@ -332,10 +332,10 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Ha
 
 
 def _rows(gm: fx.GraphModule) -> list[Any]:
-    """Which leaves of each argument have a row per sample."""
+    """For each argument, which of its leaves have a row per sample."""
     return [node.meta["batch_leaves"] for node in gm.graph.nodes if node.op == "placeholder"]
 
 
 def site_axes(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """Where the samples lie at every site of a graph."""
+    """The position of the samples at every site of a graph."""
     return tuple((node.name, axes_of(node)) for node in gm.graph.nodes if "site" in node.meta)

@@ -30,7 +30,7 @@ class ConvGeometry:
 
 @dataclass(frozen=True)
 class BatchAxis:
-    """Where the samples of a batch lie in a tensor: dimension `dim` runs over (outer, sample, inner).
+    """Position of the samples of a batch in a tensor: dimension `dim` runs over (outer, sample, inner).
 
     A plain batch is `BatchAxis(0)`. A `[B*T, K]` tensor folded batch-major is `BatchAxis(0, inner=T)`; a
     `[T, B, K]` tensor is `BatchAxis(1)`.
@@ -75,7 +75,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A conv, a linear or something like one that stays in full precision, and why."""
+    """A conv, a linear or a similar operation that stays in full precision, and why."""
 
     name: str
     op: str
@@ -88,7 +88,7 @@ SiteFilter = str | type | Callable[[Site], bool]
 
 @dataclass(frozen=True)
 class SiteTable(Sequence[Site]):
-    """All sites of a model in graph order, and what was skipped. Index by number or by name."""
+    """All sites of a model in graph order, and skipped layers. Index by number or by name."""
 
     sites: tuple[Site, ...]
     skipped: tuple[Skipped, ...] = field(default=())

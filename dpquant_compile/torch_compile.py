@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="dpquant", options={"budget": …})`: the same rewrite, inside Dynamo.
 
-Dynamo finds this function by the entry point group `torch_dynamo_backends`, without an import of this package.
+Dynamo finds this function by the entry point group `torch_dynamo_backends`; users need not import this package.
 """
 
 import re
@@ -35,9 +35,9 @@ _LIVE: "weakref.WeakValueDictionary[int, CompiledHandle]" = weakref.WeakValueDic
 class CompiledHandle:
     """Sites and policy of one model, or of one part of it between graph breaks, under one `torch.compile` call.
 
-    When Dynamo compiles the same sites again, for another batch size or mode, the new program joins the handle, so
-    its policy and step go on. Dynamo runs one program for several models of one class that are compiled with the same
-    options, so they share a handle too: give each its own `options` dict to tell them apart.
+    When Dynamo compiles the same sites again, for another batch size or mode, the new program joins the handle and
+    shares its policy and step. Dynamo runs one program for several models of one class that are compiled with the same
+    options, so they share a handle too: give each its own `options` dict to separate them.
     """
 
     def __init__(self, options: Any, spec: CompileSpec, sites: SiteTable, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class CompiledHandle:
 
 
 def sessions() -> tuple[CompiledHandle, ...]:
-    """A handle of each model that the torch.compile backend has compiled and that is still in use, oldest first."""
+    """A handle of each model that the torch.compile backend has compiled and that is still alive, oldest first."""
     return tuple(_LIVE[number] for number in sorted(_LIVE.keys()))
 
 
@@ -85,9 +85,9 @@ def _handle(options: Any, spec: CompileSpec, sites: SiteTable, device: torch.dev
 def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any = None, **_: Any) -> Callable[..., Any]:
     """A Dynamo backend that makes each conv and linear of the graph a switchable site.
 
-    `options` are the words of `dpquant_compile.compile`; `budget` must be among them. With gradients enabled the
-    sites of the policy run in low precision; under `torch.no_grad()` all run in full precision, unless
-    `quantize_eval` is set. A graph without convs and linears is compiled as it is.
+    `options` are the arguments of `dpquant_compile.compile`; `budget` is required. With gradients enabled the sites of
+    the policy run in low precision; under `torch.no_grad()` all run in full precision, unless `quantize_eval` is set.
+    A graph without convs and linears is compiled unchanged.
     """
     spec, chosen = _read(options)
     log: list[PassRecord] = []
@@ -136,10 +136,10 @@ def _read(options: Any) -> tuple[CompileSpec, Any]:
 
 
 def _tracked(graph: fx.GraphModule, inputs: Sequence[Any], log: list[PassRecord]) -> tuple[fx.GraphModule, int]:
-    """The graph with its batch followed, and the size of that batch.
+    """The graph after `track_batch`, and the size of its batch.
 
-    Dynamo orders inputs by their first use, so the batch need not come first: of the sizes that dimension 0 of the
-    inputs has, the one under which most sites can tell their samples apart is the batch.
+    Dynamo orders inputs by their first use, so the batch need not come first. Of the sizes of dimension 0 of the
+    inputs, the batch is the one under which most sites can separate their samples.
     """
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     given = [value for node, value in zip(nodes, inputs, strict=True) if "state" not in node.meta]
@@ -160,7 +160,7 @@ def _tracked(graph: fx.GraphModule, inputs: Sequence[Any], log: list[PassRecord]
         if len(collect_sites(graph)) and failure is not None:
             raise failure
         return graph, 0
-    # The batch may vary; other sizes that Dynamo left open are fixed, since a fold of the batch may depend on them.
+    # The batch may vary; other symbolic sizes are fixed, since a fold of the batch may depend on them.
     free = {symbolic_batch(node) for node, value in zip(nodes, inputs, strict=True) if _size(value) == best[1]}
     for value in inputs:
         if isinstance(value, torch.SymInt) and value.node.expr not in free:
@@ -173,7 +173,7 @@ def _size(value: Any) -> int | None:
 
 
 def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph as a module of its own, with the names of parameters and buffers on the inputs that carry them."""
+    """The graph as a separate module, with names of parameters and buffers on the inputs that carry them."""
     graph = graph_module_over(gm, gm.graph, "Graph")
     for node in graph.graph.nodes:
         node.meta["origin"] = "dynamo"
@@ -182,7 +182,7 @@ def _prepare(gm: fx.GraphModule) -> fx.GraphModule:
     owners = {source.split("._")[0] for source in sources.values() if _STATE.search(source)}
     for node, source in sources.items():
         names = _STATE.findall(source)
-        # Also plain attributes of the module that holds the parameters: constants of the model, not of the batch.
+        # Also plain attributes of the module that holds the parameters: they are constants, not part of the batch.
         attribute = next((source.removeprefix(f"{owner}.") for owner in owners if source.startswith(f"{owner}.")), None)
         if names or attribute:
             node.meta["state"] = ".".join(names) or attribute

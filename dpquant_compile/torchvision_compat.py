@@ -1,9 +1,9 @@
-"""torchvision's models beside a CPU build of torch.
+"""Import torchvision's models beside a CPU build of torch.
 
-A torchvision built for CUDA cannot load its compiled operators beside a CPU torch, and then fails to import,
-because it describes `torchvision::nms` and `torchvision::qnms` to the compiler and neither exists. Only its
-models are wanted here, and they use neither operator; so both are declared, without an implementation, and the
-import is tried again. Where the real operators load, nothing is declared.
+A torchvision built for CUDA cannot load its compiled operators beside a CPU torch. Then its import fails, because it
+describes `torchvision::nms` and `torchvision::qnms` to the compiler and neither exists. The models use neither
+operator, so this module declares both, without an implementation, and tries the import again. Where the real operators
+load, nothing is declared.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __all__ = ["TorchvisionMissingError", "models"]
 _SIGNATURE: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS: Final = ("nms", "qnms")
 
-# A Library takes its operators with it when it is collected, so this one lives as long as the module.
+# A Library unregisters its operators when it is collected, so this one lives as long as the module.
 _library: torch.library.Library | None = None
 
 
@@ -31,9 +31,9 @@ class TorchvisionMissingError(DPQuantError, ImportError):
 def models() -> ModuleType:
     """The module `torchvision.models`, importable beside a CPU torch as well.
 
-    Raises `TorchvisionMissingError`, an `ImportError`, where torchvision is not installed. Any other failure of
-    the import is passed on as it is, and leaves no operator declared. Where torchvision is installed, transformers
-    imports it for its own models, so call this before importing those.
+    Raises `TorchvisionMissingError`, an `ImportError`, if torchvision is not installed. Any other failure of the import
+    is raised unchanged, and leaves no operator declared. If torchvision is installed, transformers imports it for its
+    own models, so call this before importing those.
     """
     try:
         return importlib.import_module("torchvision.models")
@@ -58,11 +58,11 @@ def models() -> ModuleType:
 
 
 def _declare_operators() -> None:
-    """Declare the missing operators: all of them or, if that fails, none."""
+    """Declare all missing operators or, if that fails, none."""
     global _library
     if _library is not None:
         return
-    # A fragment, since another program's fragment may already hold one of the two.
+    # A fragment, since another library's fragment may already hold one of the two.
     library = torch.library.Library("torchvision", "FRAGMENT")
     try:
         for name in _OPERATORS:
@@ -82,7 +82,7 @@ def _withdraw_operators() -> None:
 
 
 def _forget_failed_import() -> None:
-    """Drop the submodules that a failed import left behind, which the next one would not bind to the package."""
+    """Drop the submodules that a failed import left behind: the next import would not bind them to the package."""
     if "torchvision" not in sys.modules:
         for name in [name for name in sys.modules if name.startswith("torchvision.")]:
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Whole-graph specialised variants: compiled ahead for a schedule, bounded in number, shared block by block."""
+"""Whole-graph specialised variants: compiled ahead for a schedule, limited in number, sharing compiled blocks."""
 
 import atexit
 import queue
@@ -28,7 +28,7 @@ __all__ = ["Precompilation", "VariantCache"]
 
 @dataclass(frozen=True)
 class Precompilation:
-    """A running or finished `precompile`. `wait()` blocks until the variants are there, and raises what went wrong."""
+    """A running or finished `precompile`. `wait()` blocks until the variants are ready, and raises any error."""
 
     policies: tuple[Policy, ...]
     futures: tuple["Future[None]", ...] = field(repr=False)
@@ -44,7 +44,7 @@ class Precompilation:
 
 
 class _Variant:
-    """A graph of compiled blocks, fed with the model's tensors as they are at each call."""
+    """A graph of compiled blocks, called with the model's current tensors."""
 
     def __init__(self, program: Program, policy: Policy, programs: Programs, table: LinkTable) -> None:
         self.owner = program.base
@@ -84,8 +84,8 @@ class _Variant:
 
 
 class _Worker:
-    """One thread that runs jobs in order. A program that ends drops the jobs that wait, and finishes the one under way:
-    a thread that is torn down inside the compiler would take the process down with an error.
+    """One thread that runs jobs in order. When the program ends, waiting jobs are dropped and the current one finishes:
+    a thread that is killed inside the compiler would crash the process.
     """
 
     def __init__(self) -> None:
@@ -112,17 +112,17 @@ class _Worker:
                 return
             try:
                 job()
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:  # `wait()` raises it
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
 
 class VariantCache:
-    """Specialised variants by policy, the least recently used dropped past `limit`.
+    """Specialised variants by policy; beyond `limit` the least recently used is dropped.
 
     Blocks that compute the same thing on the same shapes are compiled once and shared by all variants and all places
-    in the model; past `block_limit` compiled blocks, further policies stay with the link table.
+    in the model; beyond `block_limit` compiled blocks, further policies stay with the link table.
     """
 
     def __init__(self, limit: int = 32, block_limit: int = 128) -> None:
@@ -158,10 +158,10 @@ class VariantCache:
             raise NotCapturedError("precompile() needs the shapes of a batch: run the model once in train() before it")
         missing = [p for p in dict.fromkeys(policies) if (id(program), p) not in self._ready]
         if programs.spec.inner == "eager":
-            missing = []  # nothing is compiled, so there is nothing to compile ahead
+            missing = []  # nothing is compiled, so nothing can be compiled ahead
         jobs = [(policy, _Variant(program, policy, programs, table)) for policy in missing]
         # A run on made-up inputs draws from the global generator if the model has dropout. In the foreground its
-        # state is put back; a thread could not do that without disturbing the training beside it.
+        # state is restored; a thread could not do that without disturbing concurrent training.
         threaded = background and not any(variant.random for _, variant in jobs)
         futures: list[Future[None]] = []
         for policy, variant in jobs:
@@ -193,7 +193,7 @@ class VariantCache:
 
 
 class _Block(nn.Module):
-    """A compiled block, which tells Dynamo where the batch lies in what it is given."""
+    """A compiled block, which tells Dynamo the batch dimension of its inputs."""
 
     def __init__(self, call: Callable[..., Any], batch_dims: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def _blank(value: Any, device: torch.device) -> Any:
 
 def _copy(value: Tensor) -> Tensor:
     copied = value.detach().clone()
-    # Of the same kind: Dynamo tells parameters from other tensors, and would compile once more.
+    # Of the same type: Dynamo distinguishes parameters from other tensors, and would compile again.
     if isinstance(value, nn.Parameter):
         return nn.Parameter(copied, requires_grad=value.requires_grad)
     return copied.requires_grad_(value.requires_grad)

@@ -1,7 +1,7 @@
 """`PrivateCriterion`: the user's loss as a sum over samples of functions of one sample each.
 
-DP-SGD clips what one sample adds to the gradient, so that must depend on this sample alone. The usual reductions do
-not see to it: the mean of `nn.CrossEntropyLoss(weight=w)`, or with an `ignore_index`, divides by a sum over the batch.
+DP-SGD clips what one sample adds to the gradient, so that must depend on this sample alone. The usual reductions do not
+ensure it: the mean of `nn.CrossEntropyLoss(weight=w)`, or with an `ignore_index`, divides by a sum over the batch.
 """
 
 import copy
@@ -28,29 +28,28 @@ REDUCTIONS = ("mean", "sum", "none", "batchmean")
 
 
 class PrivateCriterion(nn.Module):
-    """The user's loss with each sample's own loss at its heart, reduced over the batch as the user asked.
+    """The user's loss, computed per sample and reduced over the batch as the user asked.
 
     `criterion` is a module with an attribute `reduction`, or a function with a keyword `reduction`, that knows
     "none"; `.reduction` is its own unless another is given. It is always evaluated with "none", to [B, ...]; then
 
-    - "mean": each sample's mean over its own positions, then the mean over the B samples. Where a target equals the
-      `ignore_index`, the position counts for nothing: the mean is over the sample's other ones, and a sample with none
-      has loss 0 but is still one of the B. Class weights scale a sample's loss and are not divided out again.
-    - "batchmean": each sample's sum, then the mean over samples. "sum": the sum of it all.
-    - "none": what the criterion gives; to reduce it, sample by sample, is up to the caller.
+    - "mean": each sample's mean over its own positions, then the mean over the B samples. Positions whose target equals
+      the `ignore_index` are left out of the sample's mean; a sample without other positions has loss 0, but still
+      counts as one of the B. Class weights scale a sample's loss and are not divided out again.
+    - "batchmean": each sample's sum, then the mean over samples. "sum": the sum over all samples.
+    - "none": the criterion's own result; the caller reduces it sample by sample.
 
     Without class weights and ignored positions, these are the values that the criterion itself would give. A batch of
     no samples has loss 0, with a graph.
 
-    `samples` gives the number of samples in the batch where that is known: the loss must have as many rows. Where it
-    is not (None), the loss must have as many rows as the first or second tensor of the call.
+    `samples` gives the number of samples in the batch if it is known: the loss must have as many rows. If it is unknown
+    (None), the loss must have as many rows as the first or second tensor of the call.
 
-    `verify` compares, at the first call with two samples or more and now and then after it, each sample's loss in the
-    batch with that in a part of the batch. This finds a loss that mixes samples, but is a check on these samples and
-    not a proof.
+    `verify` compares each sample's loss in the batch with its loss in a part of the batch: at the first call with two
+    samples or more, and from time to time after it. This finds a loss that mixes these samples; it is not a proof.
 
-    Guarantee: after `pin`, a loss that is trained on, and `per_sample`, which analyses use, read rows of samples and
-    values that were fixed at `pin`, before any batch was read. Calls differ in the contents of rows alone.
+    Guarantee: after `pin`, a loss for training and `per_sample` for analyses read only rows of samples, and values that
+    were fixed at `pin`, before any batch was read. Calls differ only in the contents of rows.
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class PrivateCriterion(nn.Module):
         verify: bool = True,
     ) -> None:
         super().__init__()
-        # torch.compile's wrapper hands attributes on to the module inside: a copy of it has no reduction of its own.
+        # torch.compile's wrapper forwards attributes to the inner module: a copy of it has no reduction of its own.
         self.criterion: Any = getattr(criterion, "_orig_mod", criterion)
         self.samples = samples
-        self.verify = verify  # whether it is due at the next call
+        self.verify = verify  # whether the next call must verify
         self._verifies = verify
         self._calls = 0  # with two samples or more
         self._by_item: dict[str, bool] = {}  # whether an argument is a list with one entry per sample
@@ -77,7 +76,7 @@ class PrivateCriterion(nn.Module):
         if not self._settable and "reduction" not in self._defaults:
             raise PrivacySpecError(
                 f"{self._name} has no reduction that can be set to 'none', so the loss of each sample is not known. "
-                "Give a module with an attribute, or a function with a keyword, `reduction` that can be 'none'"
+                "Fix: give a module with an attribute, or a function with a keyword, `reduction` that can be 'none'"
             )
         if reduction is None:
             reduction = self.criterion.reduction if self._settable else self._defaults["reduction"]
@@ -92,7 +91,7 @@ class PrivateCriterion(nn.Module):
         self.reduction: str = reduction
 
     def pin(self, declared: Mapping[str, Any], varying_shapes: bool = False) -> None:
-        """Fix what the loss reads beside rows of samples: what it holds now, and arguments that are declared.
+        """Fix what the loss reads beside rows of samples: the values it holds now, and declared arguments.
 
         See `CallStructure` for what calls must have in common from now on.
         """
@@ -113,13 +112,13 @@ class PrivateCriterion(nn.Module):
         return total if self.reduction == "sum" else total / max(len(losses), 1)
 
     def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Each sample's own loss, [B]: what `forward` adds up."""
+        """Each sample's own loss, [B]: `forward` adds these up."""
         losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else "analysis")
         losses = self._shares(losses, args, kwargs)
         return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
 
     def _checked(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str | None) -> Tensor:
-        """The losses of a call; of a kind None, an evaluation, nothing is used that must be private."""
+        """The losses of a call; the kind None is an evaluation, which is not checked for privacy."""
         if kind is not None:
             self._check_held()
         losses = self._with_rows(self._unreduced(args, kwargs), [*args, *kwargs.values()])
@@ -127,7 +126,7 @@ class PrivateCriterion(nn.Module):
             self._check_structure(len(losses), args, kwargs, kind)
         if self._verifies and len(losses) > 1:
             self._calls += 1
-            if self.verify or self._calls in (4, 16) or self._calls % 64 == 0:  # it may come to mix samples later
+            if self.verify or self._calls in (4, 16) or self._calls % 64 == 0:  # it may begin to mix samples later
                 self._compare_with_parts(losses.detach(), args, kwargs)
                 self.verify = False
         if kind is not None:
@@ -149,7 +148,7 @@ class PrivateCriterion(nn.Module):
         return {name: fingerprint([tensor]) for name, tensor in named}
 
     def _check_structure(self, size: int, args: Sequence[Any], kwargs: Mapping[str, Any], kind: str) -> None:
-        if self._structure is None or size == 0:  # no sample, nothing to tell
+        if self._structure is None or size == 0:  # without samples the structure is unknown
             return
 
         def sizes(name: str, leaf: Any) -> tuple[Any, ...] | None:
@@ -169,14 +168,14 @@ class PrivateCriterion(nn.Module):
         self._structure.check(kind, list(given.items()), sizes)
 
     def _has_items(self, name: str, value: Any, size: int) -> bool:
-        """Whether an argument is a list with one entry per sample: these may be of any kind, as rows may."""
+        """Whether an argument is a list with one entry per sample; entries may be of any kind, as rows may."""
         if not isinstance(value, list | tuple) or len(value) != size:
             return False
         rows = all(_batch_dim(leaf, size) is not None for leaf in tree_leaves(value))
         return self._by_item.setdefault(name, not rows)
 
     def _shares(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Losses [B, ...] such that the sum over a sample's is its own loss."""
+        """Losses [B, ...] scaled so that their sum over a sample is the sample's own loss."""
         if self.reduction not in ("mean", "none") or losses.ndim == 1:
             return losses
         counted = self._counted(losses, args, kwargs).sum(tuple(range(1, losses.ndim)), keepdim=True)
@@ -192,7 +191,7 @@ class PrivateCriterion(nn.Module):
     def _unreduced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._settable:
             return self.criterion(*args, **kwargs, reduction="none")
-        # A shallow copy for each call: it shares buffers and mode with the user's criterion, which stays as it is.
+        # A shallow copy for each call: it shares buffers and mode with the user's criterion, which is not changed.
         criterion = copy.copy(self.criterion)
         criterion.reduction = "none"
         return criterion(*args, **kwargs)
@@ -213,11 +212,11 @@ class PrivateCriterion(nn.Module):
         )
 
     def _counted(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Which positions of the loss count: not those that the criterion ignores."""
+        """Which positions of the loss count: all that the criterion does not ignore."""
         call = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **kwargs}
         ignore = getattr(self.criterion, "ignore_index", call.get("ignore_index"))
         target = call.get("target", args[1] if len(args) > 1 else None)
-        # A target of another shape or of floating point holds class probabilities, of which none is ignored.
+        # A target of another shape, or of floating point, holds class probabilities: no position is ignored.
         if ignore is None or target is None or target.shape != losses.shape or target.is_floating_point():
             return torch.ones_like(losses, dtype=torch.bool)
         return torch.ne(target, ignore)

@@ -1,7 +1,7 @@
 """`private_loader`: Poisson batches, cut into micro-batches that fit the memory, each announced before it is yielded.
 
 The engine must know which samples the user's loop works on, and where one optimizer step ends and the next begins.
-A data loader that yields plain batches does not say so; this one tells a listener.
+Plain batches do not show this, so the loader reports it to a listener.
 """
 
 import copy
@@ -37,19 +37,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Which samples the user's loop is about to get."""
+    """The samples that the user's loop gets next."""
 
     ids: Tensor  # int64 [b], dataset indices of the samples; b may be 0
     first: bool  # the first micro-batch of its logical (Poisson) batch
     last: bool  # the last one: the optimizer steps after it
 
 
-# Hears each micro-batch before the loop gets it, and None when an iteration is over, in whatever way.
+# Called with each micro-batch before the loop gets it, and with None when an iteration ends for any reason.
 Listener = Callable[[MicroBatch | None], None]
 
 
 class Hooks:
-    """What a loader calls around the batches of an iteration; each may refuse what follows by raising."""
+    """Called by a loader around the batches of an iteration; each may refuse what follows by raising."""
 
     def begin_epoch(self) -> None:
         """Before the first batch is drawn."""
@@ -67,16 +67,16 @@ def secure_uniform(n: int) -> Tensor:
 
 
 class SharedUniform:
-    """`secure_uniform` for several processes: numbers that all of them draw alike, from a key that one has made.
+    """`secure_uniform` for several processes: all draw the same numbers, from a key that one of them made.
 
-    The key is new for each epoch, so that an epoch which processes left at different places does not part them.
+    Each epoch has a new key, so processes that left an epoch at different places still draw the same in the next one.
     """
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def take_key(self, key: bytes) -> None:
-        """Begin the stream of a key that was never used, of 32 bytes."""
+        """Start the stream of an unused key of 32 bytes."""
         self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def __call__(self, n: int) -> Tensor:
@@ -102,8 +102,8 @@ class SecurePoissonSampler(Sampler[list[int]]):
 class _Share:
     """This process' part of each batch: every process draws from the whole dataset and keeps its own samples.
 
-    Opacus draws from the process' own part, which ties the samples of two processes together when both have the
-    same seed, and skips an empty part, after which the processes no longer work on the same step.
+    Opacus draws from the process' own part. That correlates the samples of two processes with the same seed, and skips
+    an empty part, after which the processes no longer work on the same step.
     """
 
     def __init__(self, batches: Iterable[list[int]]) -> None:
@@ -117,10 +117,10 @@ class _Share:
 
 
 class _Splitter(Sampler[list[int]]):
-    """The batch sampler of a `PrivateLoader`: cuts logical batches, and queues what the loop will be told of each cut.
+    """The batch sampler of a `PrivateLoader`: cuts logical batches, and queues the announcement of each micro-batch.
 
-    Workers fetch ahead of the loop, but the loader hands batches out in the order they were drawn: a queue is enough
-    to bring both together. Each iteration has its own, so what an abandoned one drew ahead stays with it.
+    Workers fetch ahead of the loop, but the loader yields batches in the order they were drawn, so a queue matches
+    announcements to batches. Each iteration has its own queue: what an abandoned one drew ahead stays in it.
     """
 
     def __init__(self, batches: Iterable[Iterable[Any]], steps: int, limit: int | None) -> None:
@@ -144,8 +144,8 @@ class _Splitter(Sampler[list[int]]):
                 raise PrivacySpecError(f"the loader's batch sampler gives keys that are no integers: {error}") from None
             if len(set(ids)) < len(ids):
                 raise PrivateTrainingError(
-                    "a batch holds the same sample twice, which then counts twice however its gradient is clipped; "
-                    "sample without replacement, or with poisson_sampling=True"
+                    "a batch holds the same sample twice, which then counts twice however its gradient is clipped. "
+                    "Fix: sample without replacement, or with poisson_sampling=True"
                 )
             size = self.limit or max(len(ids), 1)
             for start in range(0, max(len(ids), 1), size):
@@ -156,58 +156,58 @@ class _Splitter(Sampler[list[int]]):
 
 
 class _Collate:
-    """The user's collate function, and an empty batch of the same make for no samples.
+    """The user's collate function; for no samples, an empty batch of the same structure.
 
-    The make is that of dataset[0], of which only shapes and types are kept.
+    The structure is that of dataset[0]; only its shapes and types are kept.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, batch_first: bool, rand: bool) -> None:
         self.collate = collate
         self.batch_first = batch_first
         self.rand = rand
-        # As torch's fetcher reads: __getitems__ is what a dataset may have in place of __getitem__.
+        # Read as torch's fetcher does: a dataset may have __getitems__ instead of __getitem__.
         samples = dataset.__getitems__([0]) if getattr(dataset, "__getitems__", None) else [dataset[0]]
         self.empty = self._empty(collate(samples))
 
     def __call__(self, samples: list[Any]) -> Any:
         if samples:
             return self.collate(samples)
-        return self._empty(self.empty)  # a fresh one: the loop may change what it gets
+        return self._empty(self.empty)  # a new one each time: the loop may change it
 
     def _empty(self, batch: Any) -> Any:
         if isinstance(batch, Tensor) and batch.ndim > 0:
             shape = list(batch.shape)
-            # A vector has one entry per sample also where matrices have the batch second.
+            # A vector has one entry per sample, even where matrices have the batch second.
             shape[0 if self.batch_first or len(shape) == 1 else 1] = int(self.rand)
             if self.rand:
                 return torch.randint(0, 2, shape, device=batch.device).to(batch.dtype)
             return batch.new_empty(shape)
         if isinstance(batch, MutableMapping):
-            clone = copy.copy(batch)  # keeps the type, such as the one a tokenizer gives
+            clone = copy.copy(batch)  # keeps the type, such as a tokenizer's
             clone.update({key: self._empty(value) for key, value in batch.items()})
             return clone
         if isinstance(batch, list | tuple):
             if not self.rand and all(isinstance(entry, str | bytes) for entry in batch):
-                return type(batch)()  # how the default collate function gives strings: one per sample
+                return type(batch)()  # the default collate function gives strings this way: one per sample
             entries = [self._empty(entry) for entry in batch]
             return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
         if batch is None:
             return None
         raise PrivacySpecError(
             f"collate_fn gives a {type(batch).__name__} without a row per sample. Poisson sampling can draw a batch of "
-            "no samples, which needs that form too: give tensors with a row per sample, in tuples, lists or dicts"
+            "no samples, which needs that form too. Fix: give tensors with a row per sample, in tuples, lists or dicts"
         )
 
 
 class PrivateLoader(DataLoader[Any]):
     """A data loader that yields micro-batches, and announces each to `listener`. Made by `private_loader`.
 
-    One iteration is live at a time: `iter(loader)` ends the one before, whose iterator raises when it is advanced
-    later. The listener hears None exactly once for each iteration that had begun, and before the next one's first
-    micro-batch. `len(loader)` counts logical batches, that is optimizer steps.
+    One iteration is live at a time: `iter(loader)` ends the previous one, whose iterator then raises when it is
+    advanced. The listener gets None exactly once for each iteration that had begun, before the next one's first
+    micro-batch. `len(loader)` counts logical batches, that is, optimizer steps.
 
-    Guarantee: `hooks.pay` is called before the loop reads a logical batch, and the listener hears of each micro-batch
-    before the loop gets it. Workers may fetch ahead; what they fetched does not reach the loop before it is paid for.
+    Guarantee: `hooks.pay` is called before the loop reads a logical batch, and the listener gets each micro-batch
+    before the loop does. Workers may fetch ahead; what they fetched does not reach the loop before it is paid for.
     """
 
     def __init__(
@@ -227,10 +227,10 @@ class PrivateLoader(DataLoader[Any]):
         self._splitter = splitter
         self._listener = listener
         self._turn = 0  # the number of iterators made so far
-        self._running = False  # the newest of them has begun and not ended
-        self.draws_ahead = False  # workers have batches that the loop has not asked for yet
+        self._running = False  # whether the newest of them has begun and not ended
+        self.draws_ahead = False  # whether workers hold batches that the loop has not asked for yet
         kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
-        # By name: in `PoissonLoader`, super() is DPDataLoader, which would make a sampler of its own.
+        # By name: in `PoissonLoader`, super() is DPDataLoader, which would make its own sampler.
         DataLoader.__init__(
             self,
             source.dataset,
@@ -238,7 +238,7 @@ class PrivateLoader(DataLoader[Any]):
             collate_fn=collate_fn,
             generator=generator,
             persistent_workers=source.persistent_workers,
-            in_order=True,  # what is announced rests on it
+            in_order=True,  # the queue of announcements depends on it
             **{name: getattr(source, name) for name in kept.split()},
         )
 
@@ -266,11 +266,11 @@ class PrivateLoader(DataLoader[Any]):
                     self._hooks.pay()
             self._hooks.end_epoch()
         finally:
-            if turn == self._turn:  # else the iter() that came after has said so
+            if turn == self._turn:  # else the later iter() has announced the end
                 self._end()
 
     def check_not_ahead(self) -> None:
-        """Refuse to go on with other randomness while workers hold batches that were drawn with what was."""
+        """Refuse to change the randomness while workers hold batches that were drawn with the old one."""
         if self.draws_ahead:
             raise PrivateTrainingError(
                 "this resumed run departs from the recorded one in the middle of an epoch, when the loader's workers "
@@ -292,7 +292,7 @@ class PrivateLoader(DataLoader[Any]):
 
 
 class PoissonLoader(PrivateLoader, DPDataLoader):  # type: ignore[misc]  # Opacus has no types
-    """A `PrivateLoader` that is Opacus' `DPDataLoader` too: each sample is in each batch with chance `sample_rate`."""
+    """A `PrivateLoader` that is also Opacus' `DPDataLoader`: a sample is in a batch with probability `sample_rate`."""
 
 
 def private_loader(
@@ -312,13 +312,13 @@ def private_loader(
 
     With `poisson_sampling`, batches are drawn as Opacus' `DPDataLoader` draws them: int(1/q) batches an epoch, each
     sample in each of them with probability q = 1/len(data_loader). Else they are the batches of `data_loader`. All
-    micro-batches of a batch are full but the last; a batch of no samples is one micro-batch of none.
+    micro-batches of a batch are full except the last; a batch of no samples is one empty micro-batch.
 
-    The draw's randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that
-    of `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling it stays with the
-    user's own sampler. `distributed`: every process draws the same batches, if it has the same randomness, and is given
-    its share of each. With `rand_on_empty`, a batch of no samples comes as one row of random zeros and ones, as in
-    Opacus; its `ids` are empty all the same.
+    The randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that of
+    `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling the user's own sampler
+    draws. `distributed`: every process draws the same batches, given the same randomness, and yields its share of each.
+    With `rand_on_empty`, a batch of no samples is one row of random zeros and ones, as in Opacus; its `ids` are still
+    empty.
     """
     limit: Any = max_physical_batch_size
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
@@ -339,8 +339,8 @@ def private_loader(
         )
     if not isinstance(sampler, RandomSampler | SequentialSampler) or len(sampler) != n:
         raise PrivacySpecError(
-            "Poisson sampling draws from the whole dataset, and would pass over this loader's "
-            f"{type(sampler).__name__}. For a part of the data give torch.utils.data.Subset(dataset, indices)"
+            "Poisson sampling draws from the whole dataset, and would ignore this loader's "
+            f"{type(sampler).__name__}. Fix: for a part of the data give torch.utils.data.Subset(dataset, indices)"
         )
     if generator is None:
         generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
@@ -356,7 +356,7 @@ def private_loader(
 
 
 def _sizes(data_loader: DataLoader[Any]) -> tuple[int, int]:
-    """The numbers of samples and of batches of `data_loader`; raises where batches cannot be drawn from it."""
+    """The numbers of samples and of batches of `data_loader`; raises if batches cannot be drawn from it."""
     if isinstance(data_loader, PrivateLoader):
         raise PrivacySpecError("this data loader is private already; give the one it was made from")
     if isinstance(data_loader.dataset, IterableDataset):

@@ -1,7 +1,7 @@
-"""Checkpoints of several processes: `torch.distributed.checkpoint`, in a folder that is there whole or not at all.
+"""Checkpoints of several processes: `torch.distributed.checkpoint` in a folder, written atomically.
 
-Tensors of the model and the optimizer are on every process; each writes its part of them. All the rest is rank 0's: it
-is small, and lies in one more tensor, as the bytes of a file such as one process writes.
+All processes hold the tensors of the model and the optimizer; each writes a part of them. Everything else belongs to
+rank 0. It is small, and is stored in one more tensor: the bytes of a file like that of a single process.
 """
 
 import io
@@ -29,14 +29,14 @@ from dpquant_compile.privacy.distributed.world import World
 __all__ = ["read_folder", "save_folder"]
 
 _PLAIN = "plain"
-_MARK = "\0tensor "  # stands in the plain part for the tensor whose name follows
+_MARK = "\0tensor "  # marks a tensor in the plain part; the tensor's name follows
 
 
 def save_folder(world: World, path: Path, plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Write a checkpoint: `plain` as rank 0 has it, and `tensors`, nested, which all processes have alike.
+    """Write a checkpoint: `plain` of rank 0, and nested `tensors`, which are equal on all processes.
 
-    Ensures: `path` is a link to a folder; it leads to the old checkpoint until the new one is whole, and from then on
-    to that. The folder lies beside it, and must be one that all processes see.
+    Ensures: `path` is a symlink to a folder beside it. It points to the old checkpoint until the new one is complete,
+    then to the new one. All processes must see that folder.
     """
     parts: dict[str, Tensor] = {}
     nested = _without_tensors(tensors, "", parts)
@@ -49,7 +49,7 @@ def save_folder(world: World, path: Path, plain: Mapping[str, Any], tensors: Map
 
 
 def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The plain part and the nested tensors of a checkpoint, on any number of processes, each by itself.
+    """The plain part and the nested tensors of a checkpoint; each process reads by itself, on any number of them.
 
     The folder's index is a pickle of torch's: read only checkpoints that you trust.
     """
@@ -68,7 +68,7 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads an index of torch's, and nothing that runs code."""
+    """Reads an index of torch's; refuses everything that could run code."""
 
     ALLOWED: ClassVar[dict[str, set[str]]] = {
         "torch.distributed.checkpoint.metadata": {
@@ -126,8 +126,8 @@ def _with_tensors(value: Any, parts: Mapping[str, Tensor]) -> Any:
 
 
 def _place(path: Path, folder: Path) -> None:
-    """Let `path` lead to a folder that is whole, in one step, and remove those it led to before."""
-    sync_folder(folder)  # the names in it: the old one is about to go
+    """Point `path` to a complete folder, in one step, and remove the folders it pointed to before."""
+    sync_folder(folder)  # make its names durable before the old folder is removed
     link = path.with_name(f".{path.name}.link")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
@@ -136,8 +136,8 @@ def _place(path: Path, folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} is in the way of the checkpoint: {error}. Fix: choose another path") from error
     sync_folder(path.parent)
-    # Those of this path alone: `.a.b.<hex>` belongs to a checkpoint named a.b, not to one named a.
+    # Only folders of this path: `.a.b.<hex>` belongs to a checkpoint named a.b, not to one named a.
     ours = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     for other in path.parent.iterdir():
         if other != folder and ours.fullmatch(other.name) and other.is_dir():
-            shutil.rmtree(other, ignore_errors=True)  # the new one is in place: what cannot go now goes next time
+            shutil.rmtree(other, ignore_errors=True)  # the new one is in place; the next save retries what fails here

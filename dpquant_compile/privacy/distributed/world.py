@@ -1,12 +1,12 @@
-"""Processes that train together: `torch.distributed`, as far as private training needs it.
+"""Processes that train together: the parts of `torch.distributed` that private training needs.
 
-Each process holds the whole model and works on its own share of every batch. What is random for privacy's sake is drawn
-on rank 0 alone and reaches the others by a collective: the samples of a batch, the noise, the policies. So noise is
-there once, whatever the number of processes, and they cannot come apart by a seed.
+Each process holds the whole model and works on its own share of every batch. Rank 0 alone draws what is random for
+privacy (the samples of a batch, the noise, the policies) and sends it to the others by a collective. So noise is added
+once, whatever the number of processes, and different seeds cannot make processes diverge.
 
-Two rules keep the collectives of all processes in step. They are called where every process passes in the same order,
-however many micro-batches its share has: at the ends of logical batches and of epochs. And none is called on the way
-out of an exception, where the other processes wait elsewhere.
+Two rules keep the collectives of all processes in step. They are called only where every process passes in the same
+order, however many micro-batches its share has: at the ends of logical batches and of epochs. And none is called while
+an exception propagates, since the other processes wait elsewhere.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Traffic", "World", "call_roll", "copy_ledger", "described", "init_process_group", "wide_sums"]
 
-# A bucket's sum is under way while the next one is filled; those of DistributedDataParallel are of this size too.
+# Size of a bucket, as in DistributedDataParallel: one bucket is summed while the next one is filled.
 BUCKET_BYTES = 25 * 2**20
 
 _USE = "parameters in use"
@@ -42,17 +42,17 @@ T = TypeVar("T")
 
 
 def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None, **options: Any) -> None:
-    """`torch.distributed.init_process_group`, for processes that torchrun may start again.
+    """`torch.distributed.init_process_group`, for processes that torchrun may restart.
 
-    torchrun keeps one store through all its restarts, with the addresses of the dead in it: a process that is started
-    again may dial those, and time out. Here every restart has names of its own in that store. Other options are passed
-    on; without torchrun, or with a `store` or an `init_method` of your own, it is the plain call.
+    torchrun keeps one store through all restarts, which holds the addresses of ended processes: a restarted process may
+    connect to those, and time out. Here each restart uses its own names in that store. Other options are passed on.
+    Without torchrun, or with your own `store` or `init_method`, it is the plain call.
 
-    It is the plain call on several nodes, too. The number of a restart is that of a node's own torchrun, and the others
-    do not count a restart that this node caused: names would differ between nodes, and they would never meet.
+    On several nodes it is the plain call too. Each node's torchrun counts its own restarts, and does not count those
+    that another node caused: names would differ between nodes, and the processes would never meet.
     """
     if _restarts_are_ours(options):
-        from torch.distributed.distributed_c10d import PrefixStore  # which not every build of torch has
+        from torch.distributed.distributed_c10d import PrefixStore  # not in every build of torch
         from torch.distributed.rendezvous import rendezvous
 
         asked: dict[str, Any] = {name: options.pop(name) for name in ("rank", "world_size") if name in options}
@@ -65,17 +65,17 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
 
 
 def _restarts_are_ours(options: Mapping[str, Any]) -> bool:
-    """Whether one torchrun has started all processes, and they are to meet where it says."""
+    """Whether one torchrun started all processes, and they meet at its store."""
     one_node = "TORCHELASTIC_RESTART_COUNT" in os.environ and os.environ.get("GROUP_WORLD_SIZE") == "1"
     return one_node and options.get("store") is None and options.get("init_method") in (None, "env://")
 
 
 @dataclass
 class Traffic:
-    """What communication has cost this process so far."""
+    """Communication cost of this process so far."""
 
-    waiting: float = 0.0  # seconds until the slowest process had come as far
-    moving: float = 0.0  # seconds from there until the sums over all processes were there
+    waiting: float = 0.0  # seconds until the slowest process arrived
+    moving: float = 0.0  # seconds from then until the sums over all processes arrived
     bytes: int = 0  # of those sums
 
 
@@ -93,7 +93,7 @@ class World:
 
     @classmethod
     def current(cls) -> "World":
-        """That of the default process group, or a single process where there is none."""
+        """The world of the default process group, or a single process if there is none."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
@@ -104,17 +104,17 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which draws what is random and writes what is kept."""
+        """Whether this is rank 0, which draws random values and writes files."""
         return self.rank == 0
 
     def share(self, ids: Tensor) -> Tensor:
-        """Those of the samples that are this process' to work on."""
+        """The samples that this process works on."""
         return ids[ids % self.size == self.rank]
 
     def on_first(self, what: str, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every process. An error of it is raised on every process.
+        """The value of `make` on rank 0, sent to every process. An error in it is raised on every process.
 
-        `what` names it, and goes with it: a process that waits for something else is out of step, a `DistributedError`.
+        `what` names the value and is sent with it: `DistributedError` if this process waits for something else.
         """
         if self.size == 1:
             return make()
@@ -125,7 +125,7 @@ class World:
             try:
                 value = make()
                 sent[1] = pickle.dumps(value)
-            except Exception as error:  # whatever it is, the others must not wait for a value
+            except Exception as error:  # of any type: the others must not wait for a value
                 failure, sent[2] = error, _portable(error)
         with self.guarded(f"for {what} of rank 0"):
             dist.broadcast_object_list(sent, src=0)
@@ -133,7 +133,7 @@ class World:
         if told != what:
             raise DistributedError(
                 f"rank {self.rank} of {self.size} is out of step: it waits for {what} of rank 0, which has come to "
-                f"{told}. Fix: let every process go through the same loop, over the loader, to scheduler.step(), "
+                f"{told}. Fix: let every process go through the same loop over the loader, call scheduler.step(), "
                 "save_checkpoint() and load_checkpoint() as often as the others, and go on from the last checkpoint"
             )
         failure = failure or theirs
@@ -152,7 +152,7 @@ class World:
         return values
 
     def differing(self, facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """The facts on which processes differ, with the value of each process; costs 16 bytes where none does."""
+        """The facts on which processes differ, with the value of each process; costs 16 bytes if none differs."""
         if self.size == 1:
             return {}
         digest = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=7).digest()
@@ -170,12 +170,12 @@ class World:
         return {name: each for name, each in values.items() if len({repr(value) for value in each}) > 1}
 
     def agree(self, when: str, facts: Mapping[str, Any]) -> None:
-        """Raise `DistributedError` on every process unless all have the same facts."""
+        """Raise `DistributedError` on every process unless the facts are equal on all."""
         if differing := self.differing(facts):
             raise apart(when, differing)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of the tensors over all processes, the same bits on each; in buckets, all on their way at once."""
+        """The sums of the tensors over all processes, bit for bit equal on each; buckets are sent concurrently."""
         if self.size == 1:
             return list(tensors)
         started = time.perf_counter()
@@ -206,18 +206,18 @@ class World:
                         tensors[i].copy_(part.view(tensors[i].shape))
 
     def _carried(self, flat: Tensor) -> Tensor:
-        """The tensor where the backend can send it: analyses add up on the CPU."""
+        """The tensor on a device that the backend supports: analyses add up on the CPU."""
         return flat.to(self._device) if self._device.type != "cpu" and not flat.is_cuda else flat
 
     @property
     def _device(self) -> torch.device:
-        if dist.get_backend() == "nccl":  # which knows no tensors on the CPU
+        if dist.get_backend() == "nccl":  # supports no CPU tensors
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Turn what a backend raises when a process is gone into an error that says what is lost and what is not."""
+        """Turn the backend's error for a lost process into one that says what is lost and what is not."""
         try:
             yield
         except DPQuantError:
@@ -234,7 +234,7 @@ class World:
 
 
 def apart(when: str, differing: Mapping[str, Sequence[Any]]) -> DistributedError:
-    """The error for processes that have come apart: what differs, and on which ranks."""
+    """The error for processes that have diverged: what differs, and on which ranks."""
     parts = []
     for name, values in differing.items():
         ranks: dict[str, list[str]] = {}
@@ -249,7 +249,7 @@ def apart(when: str, differing: Mapping[str, Sequence[Any]]) -> DistributedError
 
 
 def copy_ledger(world: World, ledger: "Ledger") -> None:
-    """Give every process a ledger like that of rank 0, which alone has a file.
+    """Copy the ledger of rank 0, which alone has a file, to every process.
 
     Guarantee: if a process has spends that rank 0 lacks, every process raises `LedgerError`, and no ledger changes.
     """
@@ -269,9 +269,9 @@ def copy_ledger(world: World, ledger: "Ledger") -> None:
 
 
 def call_roll(world: World, session: "Session", facts: Mapping[str, Any]) -> None:
-    """See to it that all processes are about to add up the same thing.
+    """Check that all processes are about to add up the same sums.
 
-    A parameter that only some processes have used so far is in use for all from here on: it gets noise in any case.
+    A parameter that only some processes have used so far counts as used on all from here on, and gets noise.
     """
     differing = world.differing({**facts, _USE: tuple(sorted(session.used))})
     for names in differing.pop(_USE, ()):
@@ -281,7 +281,7 @@ def call_roll(world: World, session: "Session", facts: Mapping[str, Any]) -> Non
 
 
 def wide_sums(session: "Session", sums: Mapping[str, Tensor | None], names: Sequence[str]) -> list[Tensor]:
-    """The clipped sums of a process by name, zeros where it has none, in float32, or float64 where parameters are."""
+    """The clipped sums of a process by name, zeros where it has none; float64 for float64 parameters, else float32."""
     wide = []
     for name in names:
         parameter, total = session.parameters[name], sums[name]
@@ -294,9 +294,9 @@ def wide_sums(session: "Session", sums: Mapping[str, Tensor | None], names: Sequ
 
 
 def described(dataset: Any) -> str:
-    """What can be compared of a dataset without reading samples, which transforms may change at every reading.
+    """A description of a dataset that is compared without reading samples, which transforms may change each time.
 
-    A sample's number must mean the same record on every process, else one record can be in two shares and count twice.
+    An index must mean the same record on every process, else one record can be in two shares and count twice.
     """
     if isinstance(dataset, Subset):
         digest = hashlib.blake2b(repr([int(i) for i in dataset.indices]).encode(), digest_size=8).hexdigest()
@@ -307,7 +307,7 @@ def described(dataset: Any) -> str:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The places of tensors that are sent together: of one type and device, up to the bucket size or one tensor."""
+    """The indices of tensors that are sent together: of one type and device, up to the bucket size or one tensor."""
     buckets: list[list[int]] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
@@ -322,10 +322,10 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """An error that can be sent; one that cannot is told in words."""
+    """An error that can be pickled; another one is replaced by its text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its own methods raise
+    except Exception:  # its own methods may raise anything
         return DistributedError(f"rank 0 raised {type(error).__name__}: {error}")
     return error
 

@@ -1,7 +1,7 @@
 """Estimators: how much a policy would hurt, measured on a probe batch, with a bound on what one sample can change.
 
-An estimator gives a vector, one number per policy, whose sensitivity it states; the scheduler adds noise of `sigma`
-times that, so that `sigma` is the true noise multiplier, and divides by a public number.
+An estimator gives a vector with one number per policy, and states its sensitivity. The scheduler adds noise of `sigma`
+times the sensitivity, so that `sigma` is the true noise multiplier, and divides by a public number.
 """
 
 import copy
@@ -32,9 +32,9 @@ _GROUP_SIZE = 16  # samples that share one rounding of the weights, on average
 
 @dataclass(frozen=True)
 class Setting:
-    """What an analysis works on.
+    """The setting of an analysis.
 
-    number     of the analysis among all releases of the run: no other has the same, nor its random bits
+    number     of the analysis among all releases of the run: unique, and so are its random bits
     expected   expected size of its probe batch
     """
 
@@ -46,33 +46,33 @@ class Setting:
     world: World = field(default_factory=World)
 
     def step(self, turn: int) -> int:
-        """The step by which a repetition of this analysis draws random bits; training counts from 0 up."""
+        """The step number for the random bits of a repetition of this analysis; training counts up from 0."""
         return -1 - (self.number * _TURNS + turn)
 
     def group_of(self, ids: Tensor) -> Tensor:
-        """The rounding group of each sample, at random: those of a group share one rounding of the weights."""
+        """The random rounding group of each sample: samples of a group share one rounding of the weights."""
         groups = max(1, round(self.expected / _GROUP_SIZE))
         return self.session.bits.sample_ids(self.step(-1), ids) % groups
 
 
 class Estimator(Protocol):
-    """What a scheduler needs of an estimator; any object with these may be given.
+    """What a scheduler needs of an estimator; any object with these members will do.
 
-    Where several processes train, `measure` runs on rank 0 alone, on the whole probe batch. With an attribute
-    `sharded = True` it runs on all of them, each on its own samples, and must add up over `setting.world` by itself,
-    before it clips what it does not clip sample by sample.
+    With several processes, `measure` runs on rank 0 alone, on the whole probe batch. With an attribute
+    `sharded = True` it runs on all of them, each on its own samples, and must itself add up over `setting.world`,
+    before it clips anything that it does not clip sample by sample.
     """
 
     sigma: float
 
     def sensitivity(self, adjacency: str) -> float:
-        """The most that `measure` can move between neighbouring probe batches, as a vector's norm."""
+        """The largest change of `measure` between neighbouring probe batches, as the norm of a vector."""
 
     def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
-        """A number per policy, higher for what hurts more. Not private: it must not leave the scheduler."""
+        """A number per policy; higher means more harm. Not private: it must not leave the scheduler."""
 
     def divisor(self, setting: Setting) -> float:
-        """A public number that the noised vector is divided by."""
+        """A public number by which the noised vector is divided."""
 
 
 def _check(adjacency: str) -> None:
@@ -84,8 +84,8 @@ def _check(adjacency: str) -> None:
 class PerSample:
     """Forward only, at fixed weights: each sample's vector of loss differences, clipped to `clip`, summed.
 
-    Sensitivity is `clip` when a sample is added or removed: the weights are private already, and no sample enters
-    another's vector.
+    Guarantee: the sensitivity is `clip` when a sample is added or removed. The weights are private already, and no
+    sample affects another's vector.
     """
 
     sharded: ClassVar[bool] = True
@@ -99,7 +99,7 @@ class PerSample:
         return self.clip if adjacency == "add_remove" else 2 * self.clip
 
     def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
-        """Σᵢ clip(dᵢ), dᵢ the differences of sample i; those that are not finite count as zero."""
+        """Σᵢ clip(dᵢ), where dᵢ are the loss differences of sample i; differences that are not finite count as zero."""
         total = torch.zeros(len(policies), dtype=torch.float64)
         losses = setting.criterion.per_sample
         probes = [Probe(setting.session, losses, setting.step(turn)) for turn in range(self.repetitions)]
@@ -121,8 +121,8 @@ class PerSample:
 class Paper:
     """Algorithm 1 as written: a DP-SGD update on the probe batch under each policy, and the loss after it.
 
-    One sample touches the whole vector, which is clipped as a whole. Two neighbouring batches may give vectors on
-    opposite sides of the ball, so the sensitivity is twice `clip`, and not `clip` as published.
+    Guarantee: one sample affects the whole vector, which is clipped as a whole. Two neighbouring batches may give
+    vectors on opposite sides of the ball, so the sensitivity is twice `clip`, and not `clip` as published.
     """
 
     sharded: ClassVar[bool] = True
@@ -131,12 +131,12 @@ class Paper:
     repetitions: int = 2
 
     def sensitivity(self, adjacency: str = "add_remove") -> float:
-        """2 · `clip`: the diameter of the ball that the vector is clipped to."""
+        """2 · `clip`: the diameter of the ball to which the vector is clipped."""
         _check(adjacency)
         return 2 * self.clip
 
     def measure(self, setting: Setting, policies: Sequence[frozenset[str]], batches: Iterable[Batch]) -> Tensor:
-        """Mean loss after an update under each policy, less that after one in full precision, clipped as a vector."""
+        """Mean loss after an update under each policy, minus that in full precision, clipped as a vector."""
         held = list(batches)
         if not int(setting.world.sum([torch.tensor(len(held))])[0]):
             return torch.zeros(len(policies), dtype=torch.float64)
@@ -147,7 +147,7 @@ class Paper:
         return vector * min(1.0, self.clip / max(float(vector.norm()), 1e-300))
 
     def divisor(self, setting: Setting) -> float:
-        """1: it is a difference of mean losses already."""
+        """1: the result is already a difference of mean losses."""
         return 1.0
 
     def _mean(self, setting: Setting, policy: frozenset[str], batches: Sequence[Batch]) -> float:
@@ -181,7 +181,7 @@ class Paper:
                     tensor.grad = None
             wrapped.load_state_dict(state)
             model.train(was[2])
-            for module, training in modes.items():  # a layer may be in another mode than the rest
+            for module, training in modes.items():  # layers may be in different modes
                 module.training = training
             model.set_policy(was[1])
             model.step = was[0]
@@ -189,7 +189,7 @@ class Paper:
     def _update(self, setting: Setting, turn: int) -> None:
         """One step of the user's optimizer on the clipped and noised mean gradient.
 
-        The noise makes the update what training would do. It protects nothing, since its result stays in here.
+        The noise makes the update like one of training. It protects nothing: the result does not leave this class.
         """
         session, optimizer = setting.session, setting.optimizer
         generator = torch.Generator().manual_seed(hash((setting.number, turn)) & 0x7FFF_FFFF)
@@ -217,11 +217,11 @@ class Paper:
 
 
 def make_estimator(kind: Any, **given: Any) -> Any:
-    """An estimator by name, with the settings that are given and the defaults of its kind for the rest."""
+    """An estimator by name, with the given settings and the defaults of its kind for the rest."""
     if not isinstance(kind, str):
         if any(value is not None for value in given.values()):
             raise PrivacySpecError(
-                "an estimator of your own brings its settings with it: leave out those of the scheduler"
+                "an estimator object brings its settings with it. Fix: leave out those of the scheduler"
             )
         return kind
     classes = {"per_sample": PerSample, "paper": Paper}

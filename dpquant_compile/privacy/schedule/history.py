@@ -1,4 +1,4 @@
-"""The history of a schedule: what was chosen, with which chances, and what it cost. Noised values only."""
+"""The history of a schedule: what was chosen, with which probabilities, and what it cost. Noised values only."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ __all__ = ["EpochRecord", "History"]
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """The policy of epoch `epoch` (from 0), how it came about, and all that had been spent when it was chosen."""
+    """The policy of epoch `epoch` (from 0), how it was chosen, and all that had been spent by then."""
 
     epoch: int
     policy: tuple[str, ...]
@@ -23,7 +23,7 @@ class EpochRecord:
 
 
 class History(Sequence[EpochRecord]):
-    """The records of a run, one per epoch, with drawings of them."""
+    """The records of a run, one per epoch, with plots of them."""
 
     def __init__(self, sites: tuple[str, ...]) -> None:
         self.sites = sites
@@ -72,7 +72,7 @@ class History(Sequence[EpochRecord]):
         return _saved(figure, path)
 
     def probability_plot(self, path: str | Path) -> Path:
-        """The chance of each policy to be drawn first, by epoch."""
+        """The probability of each policy to be drawn first, by epoch."""
         figure, axes = _figure(6.0, 4.0)
         names = list(self[0].probabilities) if len(self) else []
         for name in names:
@@ -103,7 +103,7 @@ class History(Sequence[EpochRecord]):
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # an extra: only drawings need it
+    from matplotlib.figure import Figure  # an optional dependency: only plots need it
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()

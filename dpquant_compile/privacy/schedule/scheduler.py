@@ -1,4 +1,4 @@
-"""`Scheduler`: which sites run in low precision in the next epoch, chosen with a privacy budget of its own."""
+"""`Scheduler`: chooses which sites run in low precision in the next epoch, from private measurements."""
 
 import math
 import random
@@ -23,7 +23,7 @@ MODES = ("dpquant", "pls", "static", "greedy")
 
 
 class Chooser(Protocol):
-    """A scheduler's `mode` of your own: it is asked once per epoch, and must not look at the data."""
+    """A user's own `mode` of a scheduler: called once per epoch; it must not read the data."""
 
     def choose(self, epoch: int, sites: Sequence[str], k: int) -> Iterable[str]:
         """The sites of epoch `epoch`, which counts from 0."""
@@ -31,7 +31,7 @@ class Chooser(Protocol):
 
 @dataclass
 class _State:
-    """What a resumed run needs."""
+    """The state that a resumed run needs."""
 
     epoch: int = 0
     scores: dict[str, float] = field(default_factory=dict)
@@ -43,19 +43,22 @@ class Scheduler:
 
     mode           "dpquant": by private measurements; "pls": uniform draws; "static": one subset, given as `static` or
                    drawn once; "greedy": always the lowest scores; or an object with `choose(epoch, sites, k)`
-    epochs         the number of epochs of the run: no analysis is made after the last, where nothing would use it
+    epochs         the number of epochs of the run: no analysis follows the last one, since nothing would use it
     estimator      "per_sample" (default), "paper", or an object like those in `estimators`
     k              policies drawn per epoch; by default the model's budget, or its share of the groups
-    policies       groups of sites that are switched together, by name; by default each site is one
+    policies       groups of sites that are switched together, by name; by default each site is its own group
     n_interval     epochs between analyses
     n_sample       expected size of the probe batch, in physical batches
     repetitions, sigma_measure, clip_measure    R, σ and C of the estimator
     ema            α: weight of a new measurement in the running scores
     beta           β: how strongly low scores are preferred; infinity is mode "greedy"
     normalise      "minmax" as published, or "rank"
-    adjacency      "add_remove" or "replace_one": what the noise of an analysis is scaled for
+    adjacency      "add_remove" or "replace_one": for which the noise of an analysis is scaled
     unpack         from a batch of the loader to (args, kwargs, target)
-    logs           told of every epoch's policy, with ε at `delta`: see `watch`
+    logs           get a record of every epoch, with ε at `delta`: see `watch`
+
+    Guarantee: scores are released with noise, and each analysis is in the ledger before it reads data. Policies are
+    post-processing of the scores.
     """
 
     def __init__(
@@ -117,19 +120,19 @@ class Scheduler:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The running private scores by policy, higher for what hurts more."""
+        """The running private scores by policy; higher means more harm."""
         return dict(self._state.scores)
 
     @property
     def probabilities(self) -> dict[str, float]:
-        """The chance of each policy to be the first that is drawn."""
+        """The probability of each policy to be drawn first."""
         scores = list(self._state.scores.values())
         flat = self.mode in ("pls", "static") or not isinstance(self.mode, str)
         beta = 0.0 if flat else math.inf if self.mode == "greedy" else self.beta
         return dict(zip(self.policies, probabilities(scores, beta, self.normalise), strict=True))
 
     def step(self) -> Policy:
-        """End an epoch: analyse if it is time, and set the policy of the next. After the last epoch nothing changes."""
+        """End an epoch: analyse if due, and set the policy of the next. After the last epoch nothing changes."""
         if self.run.session.micro is not None:
             raise PrivateTrainingError(
                 "scheduler.step() inside the loop over the loader: an analysis costs privacy, and is meant for the end "
@@ -172,7 +175,7 @@ class Scheduler:
         self._untold = record
 
     def _tell(self) -> None:
-        """Tell the logs of the epoch that has just run: not when its policy is set, since a resume may follow."""
+        """Log the epoch that has just run; not when its policy is set, since a resume may follow."""
         ledger = self.engine.ledger
         if self._logs and self._untold is not None and self.world.first:
             costs = {"epsilon": ledger.epsilon(self._delta), "epsilons": ledger.epsilons(self._delta)}
@@ -190,7 +193,7 @@ class Scheduler:
         if self.mode == "static" and self._static is not None:
             return self._static
         scores = list(self._state.scores.values())
-        # A generator of its own for each epoch, so that a resumed run draws what an uninterrupted one would.
+        # Each epoch has its own generator, so that a resumed run draws the same as an uninterrupted one.
         rng = random.Random(f"dpquant-schedule-{self.seed}-{0 if self.mode == 'static' else epoch}")
         if self.mode == "greedy" or math.isinf(self.beta):
             return [names[i] for i in lowest(scores, self.k, rng)]
@@ -203,7 +206,7 @@ class Scheduler:
         expected = self.sample_rate * run.loader.size
         assert run.criterion is not None  # checked when the scheduler was made
         sharded = getattr(self.estimator, "sharded", False)
-        _, number = self.engine.ledger.position  # of this spend: other schedulers of the engine have other ones
+        _, number = self.engine.ledger.position  # unique to this spend, also among the engine's schedulers
         world = self.world if sharded else World()
         setting = Setting(run.session, run.optimizer, run.criterion, number, expected, world)
         policies = [frozenset(sites) for sites in self.policies.values()]
@@ -217,15 +220,15 @@ class Scheduler:
             values: list[float] = noisy.tolist()
             return values
 
-        # Noise is drawn on rank 0, once.
+        # Noise is drawn once, on rank 0.
         for name, value in zip(self.policies, self.world.on_first("the scores of an analysis", noised), strict=True):
             self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
         self._state.analyses += 1
 
     def _probe(self, setting: Setting) -> Iterator[Batch]:
-        """The probe batch, or the share of it that an analysis on all processes reads on this one."""
+        """The probe batch; for an analysis on all processes, this process' share of it."""
         run, world = self.run, setting.world
-        # As secret as the noise: who can predict a draw gets no amplification by it.
+        # As secret as the noise: amplification by sampling assumes that nobody can predict the draw.
         uniform = run.session.bits.uniform("probe", setting.number)
         return draw_batch(
             run.loader,
@@ -245,8 +248,8 @@ class Scheduler:
     def _check(self) -> None:
         if self.run.session.internals.programs.provisional:
             raise PrivacySpecError(
-                "which sites this model has is known when it has seen a batch: pass example_inputs= to compile(), or "
-                "call model.capture(batch) before making the scheduler"
+                "the sites of this model are known only after it has seen a batch. Fix: pass example_inputs= to "
+                "compile(), or call model.capture(batch) before making the scheduler"
             )
         if isinstance(self.mode, str) and self.mode not in MODES:
             raise PrivacySpecError(
@@ -273,14 +276,14 @@ class Scheduler:
     def _warn_of_target(self) -> None:
         """Warn if the whole run, as far as its length is known, costs more than the ledger's target.
 
-        The run alone is counted: what a ledger on disk holds already may be its own, if it is resumed.
+        Only this run is counted: spends in a ledger on disk may be its own, if it is resumed.
         """
         run, ledger = self.run, self.engine.ledger
         target, delta = ledger.target_epsilon, ledger.target_delta
         epochs = self.epochs or self.engine.planned_epochs
         if target is None or delta is None or epochs is None:
             return
-        # Where the scheduler is not told the last epoch, an analysis may follow that one too.
+        # If the scheduler does not know the last epoch, an analysis may follow that one too.
         analyses = (epochs - (self.epochs is not None)) // self.n_interval if self._measures else 0
         sigma, steps = run.optimizer.noise_multiplier, epochs * len(run.loader)
         spends = [Entry("training", "subsampled_gaussian", run.sample_rate, sigma, steps)]
@@ -289,7 +292,7 @@ class Scheduler:
         try:
             planned = composed_epsilon(ledger.accountant, gathered(spends), delta)
         except PrivacySpecError:
-            return  # the GDP accountant composes no analyses with training; the first one says so
+            return  # the GDP accountant cannot compose analyses with training; the first analysis raises
         if planned > target:
             warnings.warn(
                 f"the planned run (epochs: {epochs}, analyses: {analyses}) costs ε = {planned:.6g} at δ = {delta:g}, "
@@ -326,7 +329,7 @@ class Scheduler:
     # Resuming
 
     def config(self) -> dict[str, Any]:
-        """What must be the same for a schedule to go on, in plain types."""
+        """The settings that must be equal for a schedule to be resumed, in plain types."""
         mode = self.mode if isinstance(self.mode, str) else type(self.mode).__name__
         numbers = {name: getattr(self.estimator, name, None) for name in ("clip", "sigma", "repetitions")}
         own = ("epochs", "n_interval", "n_sample", "ema", "beta", "normalise", "adjacency", "seed", "k")
@@ -350,7 +353,7 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Continue from `state_dict()`."""
         if set(state["scores"]) != set(self.policies):
             raise PrivacySpecError("the saved schedule has other policies than this scheduler: give the same policies=")
         scores = {name: float(state["scores"][name]) for name in self.policies}

@@ -1,4 +1,4 @@
-"""Algorithm 2 of the paper: from scores to the policies of an epoch. Post-processing: it never sees data."""
+"""Algorithm 2 of the paper: from scores to the policies of an epoch. Post-processing: it never reads data."""
 
 import math
 import random
@@ -15,7 +15,7 @@ NORMALISATIONS = ("minmax", "rank")
 
 
 def normalised(scores: Sequence[float], how: str = "minmax") -> list[float]:
-    """Scores in [0, 1]: (v − min)/(max − min) as published, or by rank, ties sharing theirs; all equal give zeros."""
+    """Scores in [0, 1]: (v − min)/(max − min) as published, or by rank (ties share one); equal scores give zeros."""
     if how not in NORMALISATIONS:
         raise PrivacySpecError(f"normalise={how!r}: choose one of {', '.join(NORMALISATIONS)}")
     values = list(scores) if how == "minmax" else _ranks(scores)
@@ -31,7 +31,7 @@ def _ranks(scores: Sequence[float]) -> list[float]:
 
 
 def probabilities(scores: Sequence[float], beta: float, how: str = "minmax") -> list[float]:
-    """π = softmax(−β v) of normalised scores: what the first of the draws follows. β may be infinite."""
+    """π = softmax(−β v) of normalised scores: the distribution of the first draw. β may be infinite."""
     if math.isinf(beta):
         least = [score == min(scores) for score in scores]
         return [float(low) / sum(least) for low in least]
@@ -41,11 +41,11 @@ def probabilities(scores: Sequence[float], beta: float, how: str = "minmax") -> 
 
 
 def draw(chances: Sequence[float], count: int, rng: random.Random) -> list[int]:
-    """`count` numbers without replacement, one after the other, each by the chances of those that are left."""
+    """Draw `count` numbers one by one without replacement, with probabilities proportional to `chances`."""
     left, chosen = list(range(len(chances))), []
     for _ in range(count):
         weights = [chances[i] for i in left]
-        if not sum(weights) > 0:  # all that is left has underflowed
+        if not sum(weights) > 0:  # all remaining weights have underflowed
             weights = [1.0] * len(left)
         pick = rng.choices(range(len(left)), weights)[0]
         chosen.append(left.pop(pick))
@@ -53,6 +53,6 @@ def draw(chances: Sequence[float], count: int, rng: random.Random) -> list[int]:
 
 
 def lowest(scores: Sequence[float], count: int, rng: random.Random) -> list[int]:
-    """The `count` lowest scores, ties in random order: `draw` for β → ∞."""
+    """The indices of the `count` lowest scores, ties in random order: `draw` for β → ∞."""
     order = sorted(range(len(scores)), key=lambda i: (scores[i], rng.random()))
     return order[:count]
