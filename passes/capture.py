@@ -23,7 +23,7 @@ _WHOLE = (*SITE_MODULES, *TRANSPOSED_MODULES, nn.MultiheadAttention)
 
 
 class _Proxy(fx.Proxy):
-    """A proxy that records `x += y` and `x[i] = y` as what they are.
+    """A proxy that records `x += y` and `x[i] = y` as in-place operations.
 
     Plain fx traces `x += y` as `x + y`, which is another program when x has a second name.
     """
@@ -44,7 +44,7 @@ for _name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshi
 
 
 class Tracer(fx.Tracer):
-    """fx tracing that keeps source lines and writes to state, and looks into containers that hold sites."""
+    """fx tracing that keeps source lines and writes to state, and traces into containers that hold sites."""
 
     record_stack_traces = True
     proxy_buffer_attributes = True
@@ -64,9 +64,9 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if own_hooks(m):
-            return True  # its hooks must go on being called, so it stays whole
+            return True  # it stays one call, so that its hooks are still called
         if isinstance(m, _WHOLE):
-            # A subclass with a forward of its own (weight standardisation, LoRA) is traced through.
+            # A subclass with its own forward (weight standardisation, LoRA) is traced through.
             return type(m).__module__.startswith("torch.nn")
         if any(isinstance(child, _WHOLE) for child in m.modules()):
             return False
@@ -87,26 +87,26 @@ def _region() -> tuple[Any, ...]:
 def capture_fx(model: nn.Module, given: Collection[str] = ()) -> fx.GraphModule | CaptureError:
     """Trace `model` symbolically, without an input.
 
-    Returns the graph, or, where fx cannot trace the model (control flow on values, unpacked arguments), the
-    reason as an error, for the caller to hold while it waits for an input that Dynamo can use. The graph takes the
-    arguments of forward() that have no default, and those in `given`; the others are at their defaults in it.
+    Returns the graph. If fx cannot trace the model (control flow on values, unpacked arguments), returns the reason as
+    an error: the caller keeps it until it has an input that Dynamo can use. The graph takes the arguments of forward()
+    that have no default, and those in `given`; the others are fixed at their defaults.
     Numerics: unchanged. Ensures: node.meta["source"] where known, node.meta["origin"].
     """
     if isinstance(model, fx.GraphModule):
-        # Already a graph (exported, or traced by the user): keep the program, run it over the same modules.
+        # Already a graph (exported, or traced by the user): keep it, and run it over the same modules.
         return _finish(model, copy_graph(model.graph))
     before, drawn, writes = Snapshot(model), torch.random.get_rng_state(), Writes()
     try:
         root = _with_arguments(model, given)
-        # With gradients on, whatever the caller has: a region without them would not show where there are none.
+        # With gradients on, whatever the caller's mode: else a region without gradients would not show.
         with torch.enable_grad(), writes:
             graph = Tracer().trace(root)
-    except Exception as error:  # fx raises whatever the model's own code raises when it meets a Proxy
+    except Exception as error:  # the model's own code may raise anything when it meets a Proxy
         writes.undo()
         before.restore()
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return CaptureError(f"torch.fx cannot trace {type(model).__name__}: {reason}")
-    # Tensors that forward() makes of plain numbers, or finds outside of modules.
+    # Tensors that forward() makes from plain numbers, or finds outside of modules.
     constants = {name: value for name, value in vars(root).items() if name.startswith("_tensor_constant")}
     for name in constants:
         del root.__dict__[name]
@@ -134,12 +134,12 @@ def capture_fx(model: nn.Module, given: Collection[str] = ()) -> fx.GraphModule 
     }
     for node in graph.nodes:
         if node.op == "get_attr" and node.target in outside:
-            node.target = outside[node.target]  # state: what forward() writes into it, it finds in the next call
+            node.target = outside[node.target]  # state: the next call finds what forward() writes into it
     return _finish(model, graph, {outside.get(name, name): value for name, value in constants.items()})
 
 
 def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | None = None) -> fx.GraphModule:
-    """A stamped graph module over `model`, with tensors that are neither parameters nor buffers in a holder."""
+    """A stamped graph module over `model`; tensors that are neither parameters nor buffers are in a holder."""
     holder, owned = nn.Module(), {*dict(model.named_parameters(remove_duplicate=False))}
     owned |= {*dict(model.named_buffers(remove_duplicate=False)), *dict(model.named_modules(remove_duplicate=False))}
     for node in graph.nodes:
@@ -159,7 +159,7 @@ def _finish(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any] | No
 def _with_arguments(model: nn.Module, given: Collection[str]) -> nn.Module:
     """A module over the same children and tensors whose forward takes the required arguments and the given ones.
 
-    A trace would hand a placeholder to every optional argument, and `if mask is not None` would always be true.
+    A trace would pass a placeholder to every optional argument, and `if mask is not None` would always be true.
     """
     parameters = list(inspect.signature(model.forward).parameters.values())
     if all(p.default is p.empty for p in parameters):
@@ -184,7 +184,7 @@ def _with_arguments(model: nn.Module, given: Collection[str]) -> nn.Module:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """A function of the user's (torch.fx.wrap) that takes parameters, and may hide convs and linears."""
+    """Whether this is a user's function (torch.fx.wrap) that takes parameters, and may hide convs and linears."""
     if node.op != "call_function" or not inspect.isfunction(node.target):
         return False
     inside = (node.target.__module__ or "").split(".")[0] in ("torch", "operator", "math", "builtins")
@@ -192,7 +192,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _reads_state(node: fx.Node) -> bool:
-    """Whether a value comes of parameters and buffers alone."""
+    """Whether a value is computed from parameters and buffers alone."""
     if node.op == "get_attr":
         return True
     return bool(node.all_input_nodes) and all(_reads_state(source) for source in node.all_input_nodes)
@@ -204,8 +204,8 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     Returns the graph, and whether it holds for every batch size (dimension 0 of the inputs) or only for this one.
     All other shapes, and all arguments that are not tensors, are constants of the graph.
     Numerics: unchanged. Ensures: parameters and buffers are get_attr nodes by their names in `model`.
-    Ensures: on the output node meta["assigns"], an attribute that forward() assigns, which the graph does not do.
-    Raises `CaptureError`, with the source line that Dynamo names, for a model that is not one graph.
+    Ensures: on the output node meta["assigns"], an attribute that forward() assigns and the graph does not.
+    Raises `CaptureError`, with Dynamo's source line, for a model that is not one graph.
     """
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
@@ -213,12 +213,12 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     before = Snapshot(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
-        parameter.grad = None  # Dynamo describes these too, and one that is a view adds sizes that pass for the batch's
+        parameter.grad = None  # Dynamo describes gradients too, and a view among them adds sizes that look like a batch
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        model.__dict__[name] = OrderedDict()  # whoever calls the graph calls them; the snapshot puts them back
+        model.__dict__[name] = OrderedDict()  # the caller of the graph runs these hooks; the snapshot restores them
     try:
         export = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)
-        with torch.enable_grad():  # the end of a region puts back what was there when the graph was made
+        with torch.enable_grad():  # the end of a region restores the mode at capture
             exported, _ = export(*args, **kwargs)
     except Exception as error:
         raise CaptureError(
@@ -226,7 +226,7 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             "Fix: remove what it names from forward(), or compile the submodule that holds the convs and linears."
         ) from error
     finally:
-        change = before.restore()  # Dynamo too leaves what forward() assigns, as fake tensors
+        change = before.restore()  # Dynamo, too, leaves fake tensors in attributes that forward() assigns
         for parameter, gradient in gradients:
             parameter.grad = gradient
     if change.drew is not None:
@@ -241,7 +241,7 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     constants = _constants(exported, gm.graph)
     if constants is not None:
         gm.__dict__["_modules"]["_const"] = constants
-    # What the graph does not do again is for whoever relies on it: see verify_isolation.
+    # The graph does not repeat these assignments: verify_isolation refuses them.
     gm.graph.output_node().meta["assigns"] = change.assigned
     gm.recompile()
     return _stamp(gm, "capture_dynamo"), _holds_for_all_batches(exported)
@@ -261,7 +261,7 @@ def _renamed(exported: fx.GraphModule, model: nn.Module) -> fx.Graph:
 
 
 def _constants(exported: fx.GraphModule, graph: fx.Graph) -> nn.Module | None:
-    """Tensors that Dynamo met outside the model's parameters and buffers, as buffers of one holder."""
+    """Tensors that Dynamo found outside the model's parameters and buffers, as buffers of one holder."""
     holder = nn.Module()
     flat = {name.replace(".", "_"): value for name, value in _tensor_attributes(exported)}
     for node in graph.nodes:
@@ -289,7 +289,7 @@ def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
         if not isinstance(value.shape[0], torch.SymInt):
             return False
         env = value.shape[0].node.shape_env
-        # Under both names: where Dynamo has found two to be equal, it has put one in the place of the other.
+        # Under both names: where two symbols are equal, Dynamo replaces one by the other.
         batches |= {value.shape[0].node.expr, value.shape[0].node._expr}
     if env is None:
         return False
@@ -297,7 +297,7 @@ def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
 
 
 def _joins(expr: Any, batches: set[Any]) -> bool:
-    """Whether a guard says no more than that two inputs have one batch."""
+    """Whether a guard only says that two inputs have the same batch size."""
     import sympy
 
     return isinstance(expr, sympy.Eq) and set(expr.args) <= batches
@@ -317,7 +317,7 @@ def _stamp(gm: fx.GraphModule, origin: str) -> fx.GraphModule:
     for node in gm.graph.nodes:
         node.meta["origin"] = origin
         node.meta["source"] = node_source(node)
-        # Readers of the graph want the line of the model, which is not the innermost one.
+        # Readers of the graph need the line of the model, which is not the innermost one.
         frames = user_frames(node)
         node.meta.pop("stack_trace", None)
         if frames:

@@ -25,7 +25,7 @@ __all__ = [
     "user_frames",
 ]
 
-# torch, and this folder under both its names.
+# torch, and this folder under both of its names.
 _OTHER_CODE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
@@ -36,8 +36,8 @@ _OTHER_CODE = (
 def graph_module_over(root: torch.nn.Module, graph: fx.Graph, name: str = "Graph") -> fx.GraphModule:
     """A GraphModule whose code runs over `root`'s own children, parameters and buffers.
 
-    `fx.GraphModule` copies the leaves it needs, and a copy goes stale when `load_state_dict(assign=True)` or
-    `.to()` replaces a tensor. Here the modules, and the dicts that hold the top-level tensors, are the user's.
+    `fx.GraphModule` copies the leaves it needs, and a copy becomes stale when `load_state_dict(assign=True)` or `.to()`
+    replaces a tensor. Here the modules, and the dicts of the top-level tensors, are the user's own.
     """
     gm = fx.GraphModule(torch.nn.Module(), fx.Graph(), class_name=name)
     gm.__dict__["_modules"] = dict(root._modules)
@@ -49,7 +49,7 @@ def graph_module_over(root: torch.nn.Module, graph: fx.Graph, name: str = "Graph
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of `graph` that shares its signature; the copy that fx makes of a signature warns about itself."""
+    """A copy of `graph` that shares its signature: copying the signature by fx would raise a warning."""
     new = fx.Graph(tracer_cls=graph._tracer_cls)
     result: Any = new.graph_copy(graph, {}, return_output_node=True)
     if result is not None:
@@ -84,7 +84,7 @@ def bind_inputs(gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, An
     if info is not None:
         flat: list[Any] = fx_pytree.tree_flatten_spec((list(args), dict(kwargs)), info.in_spec)
         return flat
-    # fx keeps one placeholder for *args and one for **kwargs, as the bound arguments do.
+    # fx has one placeholder for *args and one for **kwargs, like the bound arguments.
     bound = inspect.signature(gm.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return list(bound.arguments.values())
@@ -92,14 +92,14 @@ def bind_inputs(gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, An
 
 def clean_path(path: str) -> str:
     """A module's path as the user writes it, from the notation of fx or of Dynamo."""
-    path = re.sub(r"^L\['[^']*'\]", "", path)  # Dynamo starts from the name that forward() gives to self
+    path = re.sub(r"^L\['[^']*'\]", "", path)  # Dynamo starts from forward()'s name for self
     for old, new in (("._modules['", "."), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
         path = path.replace(old, new)
     return path.removeprefix(".")
 
 
 def op_name(node: fx.Node) -> str:
-    """A short name of what a node does, for counting and for printing."""
+    """A short name of a node's operation, for counting and for printing."""
     if node.op == "call_module":
         owner = node.graph.owning_module
         target = owner.get_submodule(str(node.target)) if owner is not None else None
@@ -110,7 +110,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def read_attribute(root: Any, target: Any) -> Any:
-    """The value behind a dotted name, as the target of a get_attr node gives it."""
+    """The value behind a dotted name, such as the target of a get_attr node."""
     for atom in str(target).split("."):
         root = getattr(root, atom)
     return root
@@ -131,7 +131,7 @@ _DRAWS = {"normal", "_standard_gamma"}  # `normalize` draws nothing
 def draws_random(node: fx.Node) -> bool:
     """Whether a node of a captured graph, of torch functions and methods, draws random numbers."""
     if isinstance(node.target, OpOverload) and not is_known_operator(node.target):
-        return True  # nothing says that an operator of others does not
+        return True  # nothing rules it out for an operator of another library
     name = op_name(node)
     return name in _DRAWS or any(word in name for word in _DRAWING)
 

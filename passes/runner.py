@@ -31,7 +31,7 @@ __all__ = [
     "run_passes",
 ]
 
-# In the metadata of a node: a remark that is printed below the program.
+# Key in a node's metadata: a remark that is printed below the program.
 NOTE = "note"
 
 Pass = Callable[[fx.GraphModule], PassResult]
@@ -40,7 +40,7 @@ Invariant = Callable[[fx.GraphModule], None]
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass over one graph: where it came from, what it changed, and both programs to read."""
+    """One pass over one graph: its origin, what it changed, and both programs as text."""
 
     name: str
     origin: str
@@ -59,7 +59,7 @@ class PassRecord:
 
     @property
     def headline(self) -> str:
-        """Which pass, over what, how long, and which operations came and went."""
+        """The pass, its input, its time, and the changes in operation counts."""
         changes = ", ".join(f"{op} {delta:+d}" for op, delta in sorted(self.ops.items())) or "no op count changed"
         return f"# {self.origin} → {self.name} ({self.seconds * 1e3:.1f} ms): {changes}"
 
@@ -112,7 +112,7 @@ def run_passes(
 
 def program_source(gm: fx.GraphModule) -> str:
     """The program as text: its code, the notes of its nodes, and below it the programs that it calls."""
-    # Not gm.code, which lags behind the graph until recompile().
+    # Not gm.code, which is out of date until recompile().
     parts = [str(gm.graph.python_code("self").src)]
     parts += [f"# {node.name}: {node.meta[NOTE]}\n" for node in gm.graph.nodes if NOTE in node.meta]
     parts += [f"\n{_CALLED}{name}\n{program_source(called)}" for name, called in _called(gm)]
@@ -120,7 +120,7 @@ def program_source(gm: fx.GraphModule) -> str:
 
 
 def called_programs(source: str) -> dict[str, str]:
-    """The programs that a program calls, by name, out of its text."""
+    """The programs that a program calls, by name, from its text."""
     parts = re.split(rf"^{_CALLED}(\w+)\n", source, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -141,6 +141,6 @@ def _pass_name(transform: Any) -> str:
 
 def _op_counts(gm: fx.GraphModule) -> Counter[str]:
     own, called = list(gm.graph.nodes), _called(gm)
-    if called:  # a call of a program is what that program does
+    if called:  # count the operations of called programs, not the calls
         own = [node for node in own if node.op == "call_function" and node.target is not operator.getitem]
     return sum((_op_counts(program) for _, program in called), Counter(op_name(node) for node in own))

@@ -1,10 +1,10 @@
-"""What a capture must leave as it was: attributes and containers, random generators, and tensors it writes into.
+"""Undo the side effects of a capture: on attributes and containers, random generators, and tensors it writes into.
 
-A trace runs forward() on placeholders, and a check of the trace runs it on a batch. Both do whatever else forward()
-does: assign attributes, append to lists, draw random numbers, write into tensors. All of that is undone here.
+A trace runs forward() on placeholders, and a check of the trace runs it on a batch. Both also run the side effects of
+forward(): it may assign attributes, append to lists, draw random numbers, write into tensors. All of that is undone.
 
 Guarantee: after a capture no object that the model can reach by attributes, or by names in the code of its modules,
-holds a value that was made of the batch.
+holds a value that was computed from the batch.
 """
 
 import inspect
@@ -25,21 +25,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["Change", "Snapshot", "Writes"]
 
-# What captures change in modules by themselves.
+# Attributes of modules that captures themselves change.
 _BY_CAPTURE = ("_forward_hooks", "_forward_pre_hooks", "_is_torch_compile")
-_NO_OBJECTS = {*sys.stdlib_module_names, "torch", "numpy", "dpquant_compile"}  # packages that keep state of their own
+_NO_OBJECTS = {*sys.stdlib_module_names, "torch", "numpy", "dpquant_compile"}  # packages whose own state is left alone
 
 
 @dataclass(frozen=True)
 class Change:
-    """What forward() did beside computing: an attribute that it assigned, and a generator that it drew from."""
+    """Side effects of forward(): an attribute that it assigned, and a generator that it drew from."""
 
     assigned: str | None
     drew: str | None
 
 
 class Snapshot:
-    """The state of a model before a trace: attributes of its modules, what these hold, and random generators."""
+    """The state of a model before a trace: attributes of its modules, what they hold, and random generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
@@ -62,11 +62,11 @@ class Snapshot:
             self._walk([(c.__name__, value) for c in own for value in vars(c).values() if inspect.isfunction(value)])
 
     def label(self, tensor: Tensor) -> str | None:
-        """What a tensor that was there before is called, by its memory."""
+        """The name of a tensor that existed before, found by its memory."""
         return self._labels.get(_storage(tensor))
 
     def restore(self) -> Change:
-        """Put everything back, and say what had changed."""
+        """Restore everything, and return what had changed."""
         changed = None
         for name, now, then, tensors in self._modules:
             for held, before in ((now, then), *tensors):
@@ -90,7 +90,7 @@ class Snapshot:
         return Change(changed, drew)
 
     def _named(self, label: str) -> str:
-        """An attribute with the line that changes it, where that is found."""
+        """An attribute with the line that changes it, if that line is found."""
         word = re.escape(label.rpartition(".")[2])
         assigns, calls = r"(?:\[.*\]\s*)?(?:[-+*/@|&]|//|\*\*)?=[^=]", r"\.(?:append|add|extend|update|insert)\("
         write = re.compile(rf"\b{word}\s*(?:{assigns}|{calls})")
@@ -105,7 +105,7 @@ class Snapshot:
         return label
 
     def _walk(self, values: list[tuple[str, Any]]) -> None:
-        """Take in all that can be reached: containers, objects of the user's, functions and what these name."""
+        """Record everything reachable: containers, the user's objects, functions and what these name."""
         stack = values
         while stack:
             label, value = stack.pop()
@@ -151,11 +151,11 @@ class Snapshot:
 
 
 class Writes(TorchDispatchMode):
-    """Notes the tensors that operators make, and keeps what they overwrite in others, to put it back."""
+    """Records the tensors that operators make, and saves what they overwrite in others, to restore it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, Tensor] = {}  # held, so that no other memory gets the same address
+        self._made: dict[int, Tensor] = {}  # keeps them alive, so that no address is reused
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,11 +172,11 @@ class Writes(TorchDispatchMode):
         return result
 
     def made(self, value: Tensor) -> bool:
-        """Whether a tensor lies in memory that was taken since."""
+        """Whether a tensor lies in memory that was allocated since."""
         return _storage(value) in self._made
 
     def undo(self) -> bool:
-        """Put back what was overwritten; whether anything was."""
+        """Restore what was overwritten; whether anything was."""
         written = bool(self._before)
         with torch.no_grad():
             while self._before:
@@ -192,7 +192,7 @@ class _Generator:
         self._before = get()
 
     def put_back(self) -> bool:
-        """Whether it had drawn."""
+        """Restore the state; whether the generator had drawn."""
         drew = bool(self._get() != self._before)
         if drew:
             self._put(self._before)
@@ -226,7 +226,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _different(now: Any, then: Any) -> dict[Any, Any]:
-    """The entries that changed, with what they hold now."""
+    """The entries that changed, with their current values."""
     if isinstance(now, dict):
         held = _copied(now)
         return {k: held.get(k) for k in {*held, *then} if k not in held or k not in then or held[k] is not then[k]}
@@ -244,7 +244,7 @@ def _put_back(now: Any, then: Any) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A plain copy. A dict of another class may make something new whenever it is asked for an item."""
+    """A plain copy. A dict subclass may create a new item on every read."""
     if isinstance(value, dict):
         return dict(dict.items(value))
     return set(value) if isinstance(value, set) else list(value)

@@ -1,4 +1,4 @@
-"""What of an fx graph is worth looking at: the nodes through which activations flow, and the edges between them."""
+"""The part of an fx graph that is drawn: the nodes through which activations flow, and the edges between them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ Kind = Literal["site", "op", "input", "output"]
 
 INTERNAL_INPUTS = frozenset({"dpq_policy", "dpq_keys", "dpq_samples"})
 
-# What becomes of an fx node: drawn; passed through (its readers join its source); or left out, being a plain
-# number or shape ("scalar"), or a parameter or something computed from parameters alone ("param").
+# The role of an fx node: drawn; passed through (its readers join its source); or left out, as a plain number or shape
+# ("scalar"), or as a parameter or something computed from parameters alone ("param").
 _Role = Literal["show", "pass", "scalar", "param"]
 
 _TENSOR_ATTRIBUTES = frozenset({"T", "H", "mT", "mH", "data", "real", "imag"})
@@ -66,8 +66,8 @@ class ViewNode:
 class ViewEdge:
     """A tensor that flows from one node to another.
 
-    `skip` marks a shortcut, which passes by nodes that the longest way goes through: a residual edge, the merging
-    edge of a projection shortcut, a dense connection.
+    `skip` marks a shortcut, which bypasses nodes of the longest path: a residual edge, the merging edge of a projection
+    shortcut, a dense connection.
     """
 
     source: str
@@ -126,13 +126,13 @@ def _role(node: fx.Node, roles: Mapping[fx.Node, _Role]) -> _Role:
 
 
 def _site(node: fx.Node, sites: SiteTable) -> Site | None:
-    """The site of a node as the table knows it (with shapes, once they are known), if it is one of the table's."""
+    """The table's entry for a node's site (with shapes, once they are known), if it has one."""
     mark = node.meta.get("site")
     return sites[mark.name] if isinstance(mark, Site) and mark.name in sites.names else None
 
 
 def _target_name(node: fx.Node) -> str:
-    """The bare name of what a node calls: "conv2d" for `aten.conv2d.default`, `F.conv2d` and `dpquant::conv2d`."""
+    """The bare name of a node's operation: "conv2d" for `aten.conv2d.default`, `F.conv2d` and `dpquant::conv2d`."""
     target = node.target
     if isinstance(target, str):
         return target
@@ -185,7 +185,7 @@ def _view_node(node: fx.Node, sites: SiteTable, modules: Mapping[str, torch.nn.M
 
 
 def _scope(node: fx.Node) -> tuple[str, str | None]:
-    """The module that a node belongs to, and the path of the layer that it is itself, if it is one."""
+    """The module that a node belongs to, and, if the node is itself a layer, the path of that layer."""
     if node.op == "call_module":
         path = str(node.target)
         return _parent(path), path
@@ -206,7 +206,7 @@ def _parent(path: str) -> str:
 
 
 def _shortcuts(nodes: Sequence[ViewNode], pairs: Sequence[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    """The edges that reach their target sooner than the longest way there does. A constant is no shortcut."""
+    """The edges that reach their target earlier than the longest path does. A constant is no shortcut."""
     preds: dict[str, list[str]] = {node.id: [] for node in nodes}
     for u, v in pairs:
         preds[v].append(u)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphView"]
 
-# Stands in the page and the drawing for the name of the low-precision format.
+# Placeholder in the page and the drawing for the name of the low-precision format.
 _LOW = "@LOW@"
 
 
 @dataclass(frozen=True)
 class GraphView:
-    """The graph of a model as a reader wants to see it: sites, other tensor ops, and the flow between them.
+    """The graph of a model for drawing: sites, other tensor ops, and the flow between them.
 
     Parameters, shape arithmetic and the compiler's own inputs are left out; see `contract`. A view is a snapshot:
     it does not follow later changes of the model. `private` is the private program, once an engine has made one; the
@@ -68,14 +68,14 @@ class GraphView:
         return replace(self, policy=resolve_policy(policy, self.sites.names))
 
     def precision(self, node: ViewNode) -> Literal["low", "full"] | None:
-        """How a node runs under the policy of this view; None for what is not a site."""
+        """The precision of a node under the policy of this view; None if it is no site."""
         if node.site is None:
             return None
         return "low" if node.site in self.policy else "full"
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the nodes and edges are drawn."""
+        """The positions of nodes and edges."""
         return place(self.nodes, self.edges, self.sites)
 
     def to_networkx(self) -> "networkx.DiGraph":

@@ -1,4 +1,4 @@
-"""The interactive page: `page.html` filled with style, script, drawing and data. It needs nothing else, no network."""
+"""The interactive page: `page.html` filled with style, script, drawing and data. It works without a network."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def _epoch(policy: Policy) -> dict[str, str]:
 
 
 def _node(node: ViewNode, placed: Layout, sites: SiteTable, kernels: Mapping[str, str]) -> dict[str, Any]:
-    """What the page needs to know of a node: its fields, its place, and for a site the table's entry."""
+    """The page's data of a node: its fields, its position, and for a site the table's entry."""
     box = placed.boxes[node.id]
     fields: dict[str, Any] = {**vars(node), "box": [box.left, box.top, box.width, box.height]}
     if node.site is not None:

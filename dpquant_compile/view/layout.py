@@ -31,7 +31,7 @@ SWEEPS = 4
 
 @dataclass(frozen=True)
 class Box:
-    """A node's place: centre and size."""
+    """A node's position: centre and size."""
 
     x: float
     y: float
@@ -194,7 +194,7 @@ def _assign_columns(paths: Sequence[_Path]) -> None:
             centre = sum(known) / len(known) if known else 0.0
             reach = max((abs(c) for c in taken), default=0) + 1
             free = [c for c in range(-reach, reach + 1) if c and not taken.get(c, 0) & mask]
-            # Nearest to the neighbours; of equals the one nearer to the spine, then the right one.
+            # Nearest to the neighbours; among equals the one nearer to the spine, then the right one.
             path.column = min(free, key=lambda c: (abs(c - centre), abs(c), -c))
             taken[path.column] |= mask
 

@@ -1,4 +1,4 @@
-"""`PrivateView`: the private program of a model as text to read, with what its lines compute."""
+"""`PrivateView`: the private program of a model as text, with what its lines compute."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class PrivateView:
 
     passes      headlines of the records, in order
     programs    forward and backward: their lines, each with what it computes ("norms", "factors", "sums" or "")
-    parameters  parameter, what uses it, how its per-sample gradients are taken
+    parameters  parameter, its uses, and how its per-sample gradients are computed
     """
 
     passes: tuple[str, ...]
@@ -38,12 +38,12 @@ class PrivateView:
         return PrivateView(tuple(r.headline.removeprefix("# ") for r in records), shown, tuple(parameters))
 
     def to_json(self) -> dict[str, Any]:
-        """What the page shows."""
+        """The data of the page."""
         return {"passes": self.passes, "programs": self.programs, "parameters": self.parameters}
 
 
 def _lines(text: str) -> tuple[tuple[str, str], ...]:
-    """The lines of a program, each with what it computes; without the clearing of names that fx writes."""
+    """The lines of a program, each with what it computes; without fx's statements that clear names."""
     found = []
     for line in text.splitlines():
         shown = re.sub(r";  (\w+ = )+None$", "", line).removeprefix("    ")

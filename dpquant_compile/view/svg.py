@@ -1,4 +1,4 @@
-"""The drawing of a graph as SVG: for a file of its own, and for the page to embed."""
+"""The drawing of a graph as SVG: as a separate file, or embedded in the page."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -153,7 +153,7 @@ def _node(node: ViewNode, placed: Layout, sites: SiteTable, policy: Policy) -> s
 
 
 def _without_overlap(placed: Layout) -> dict[Edge, tuple[Point, ...]]:
-    """The routes, less what edges from one node share: a farther edge starts where the nearer one turns off.
+    """The routes without the pieces that edges from one node share: a farther edge starts where the nearer one turns.
 
     Drawn twice, a shared piece would look heavier than the rest.
     """
@@ -251,12 +251,12 @@ def _detail(node: ViewNode, sites: SiteTable) -> str:
 
 
 def _elide(text: str) -> str:
-    """A name that fits a box: its start and, mostly, its end, where names differ."""
+    """A name shortened to fit a box: its start and, mostly, its end, where names differ."""
     if len(text) <= LONGEST_LABEL:
         return text
     return f"{text[:8]}…{text[9 - LONGEST_LABEL :]}"
 
 
 def _text(text: str) -> str:
-    """Text for XML: escaped, and without the control characters that XML cannot hold."""
+    """Text for XML: escaped, and without the control characters that XML forbids."""
     return escape("".join(c if c >= " " or c in "\t\n" else "\ufffd" for c in text), quote=True)

@@ -3,8 +3,8 @@
 A rule takes an `OpCall` and returns the axis of the output: a `BatchAxis`, or a `Lost` with the reason where
 samples are mixed or the axis cannot be followed. Operators without batch inputs never reach a rule.
 
-An axis says which elements belong to which sample. It does not say that nothing of other samples went into them:
-`x - x.mean(0)` keeps its axis. Refusing such models is the task of `verify_isolation`.
+An axis says which elements belong to which sample. It does not say that they are independent of other samples:
+`x - x.mean(0)` keeps its axis. `verify_isolation` refuses such models.
 """
 
 import math
@@ -41,7 +41,7 @@ class OpCall:
     output: Tensor
     axis_of: Callable[[Any], Axis]
     batch: int
-    was_contiguous: bool = True  # the first argument, before the call
+    was_contiguous: bool = True  # whether the first argument was contiguous before the call
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
@@ -54,7 +54,7 @@ class OpCall:
 
     @property
     def source(self) -> Tensor:
-        """The tensor that `first` belongs to."""
+        """The tensor to which `first` belongs."""
         return next(value for value in _tensors(self.args) if isinstance(self.axis_of(value), BatchAxis))
 
 
@@ -123,7 +123,7 @@ def _same(call: OpCall) -> Axis:
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
 def _view(call: OpCall) -> Axis:
-    """Row-major order is kept, so the batch is found by counting elements before and after it."""
+    """Row-major order is kept, so counting elements before and after the batch finds it."""
     axis, shape, new = call.first, call.source.shape, call.output.shape
     before = math.prod(shape[: axis.dim]) * axis.outer
     after = axis.inner * math.prod(shape[axis.dim + 1 :])
@@ -195,7 +195,7 @@ def _pad(call: OpCall) -> Axis:
 
 @rule("slice", "split", "split_with_sizes", "narrow")
 def _keeps_dimensions(call: OpCall) -> Axis:
-    """The output has the input's dimensions; the batch must be whole in it."""
+    """The output has the input's dimensions, and must contain the whole batch."""
     if call.output.shape[call.first.dim] != call.source.shape[call.first.dim]:
         return Lost(f"aten.{call.name} takes a part of the batch, or adds to it")
     return call.first
@@ -243,7 +243,7 @@ def _reduce(call: OpCall) -> Axis:
 
 @rule("multinomial")
 def _multinomial(call: OpCall) -> Axis:
-    """Each row of probabilities has draws of its own; the draws of one row depend on each other."""
+    """Each row of probabilities has its own draws; the draws of one row depend on each other."""
     if call.source.dim() != 2 or call.first.dim != 0:
         return Lost("aten.multinomial draws over the batch")
     return call.first
@@ -279,7 +279,7 @@ def _batch_first(call: OpCall) -> Axis:
 @rule("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
 @rule("_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_batch_norm_no_update")
 def _batch_norm(call: OpCall) -> Axis:
-    # Statistics over the batch mix samples, which verify_isolation is there to refuse; the axis itself stays.
+    # Statistics over the batch mix samples, and verify_isolation refuses that; the axis itself stays.
     return call.first
 
 
@@ -337,7 +337,7 @@ def _attention(call: OpCall) -> Axis:
 
 @rule("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 def _fresh(call: OpCall) -> Axis:
-    """A tensor of its own, of whatever shape; it takes the batch when the batch is written into it."""
+    """A new tensor of any shape; it gets the batch axis when the batch is written into it."""
     return None
 
 
@@ -359,5 +359,5 @@ def _gather(call: OpCall) -> Axis:
 
 
 def known_operators() -> Sequence[str]:
-    """Operators that have a rule of their own."""
+    """Operators that have their own rule."""
     return sorted(_RULES)

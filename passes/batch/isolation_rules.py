@@ -1,8 +1,8 @@
-"""What `verify_isolation` knows about single operators beyond the rules of batch_rules.py.
+"""Rules of `verify_isolation` for single operators, beyond those of batch_rules.py.
 
-Those rules say where the batch lies. For isolation three things are added: operators that keep the batch in its place
-but mix it (BatchNorm), or mix it in their backward; operators that are of use only here (`index`, `repeat`); and which
-arguments lie along the batch, where a constant must be alike for all samples.
+Those rules say where the batch lies. Isolation needs three more things: operators that keep the batch in its place but
+mix it (BatchNorm), or mix it in their backward; operators that matter only here (`index`, `repeat`); and which
+arguments lie along the batch, where a constant must be equal for all samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,14 +37,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shared:
-    """A constant that is alike for all samples: along `axis`, or everywhere if that is None."""
+    """A constant that is equal for all samples: along `axis`, or everywhere if that is None."""
 
     axis: BatchAxis | None = None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A constant that holds the number of the sample at each place of `axis`."""
+    """A constant that holds the index of the sample at each place of `axis`."""
 
     axis: BatchAxis
 
@@ -55,40 +55,40 @@ BATCH_NORMS = {
     *"native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional".split(),
     *"_batch_norm_with_update _native_batch_norm_legit_no_training _batch_norm_no_update".split(),
 }
-# New tensors that take nothing but the shape of their argument, and those that take no argument.
+# Operators that make a new tensor from only the shape of their argument; below, those without a tensor argument.
 BY_SHAPE = {f"{kind}_like" for kind in "zeros ones empty full rand randn randint".split()} | {
     f"new_{kind}" for kind in "zeros ones empty full empty_strided".split()
 }
 FACTORIES = {*"zeros ones full empty empty_strided empty_permuted scalar_tensor rand randn randint".split()}
-# Writes over all that was there, the same number or independent draws.
+# Overwrite the whole tensor, with one number or with independent draws.
 FILLS = {*"fill_ zero_ uniform_ normal_ bernoulli_ exponential_ random_ log_normal_ cauchy_ geometric_".split()}
-# Random operators whose elements are drawn independently, and those that keep rows of the batch apart beside these.
+# Random operators that draw every element independently.
 DRAWN_APART = {
     *"rand randn randint rand_like randn_like randint_like normal poisson bernoulli native_dropout".split(),
     *"rrelu_with_noise".split(),
     *(FILLS - {"fill_", "zero_"}),
 }
-# Operators that take elements as they are, so that what is alike everywhere stays so.
+# Operators that only rearrange elements, so that a tensor with equal elements keeps them.
 SHAPES = {
     *"view _unsafe_view reshape _reshape_alias view_copy permute permute_copy transpose t unsqueeze squeeze".split(),
     *"select slice split split_with_sizes unsafe_split narrow unbind expand repeat as_strided".split(),
     *"clone detach alias contiguous lift_fresh _to_copy".split(),
 }
 _ALIASES = {"scatter_": "scatter", "scatter_add_": "scatter_add", "unsafe_split": "split"}
-# Arguments after the first are weights: the rules see to it that no sample has one of its own.
+# Arguments after the first are weights: the rules ensure that no sample has its own.
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "rms_norm", "native_group_norm"}
 _WEIGHTED = {*"convolution _convolution mm _int_mm mv embedding index_select".split(), *_NORMS}
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors among arguments or results."""
+    """All tensors in arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def strict_axis(func: Any, call: OpCall, state_of: StateOf) -> Axis:
-    """Where the batch lies in the output if samples stay apart, also in the backward; a `Lost` if they may not."""
+    """The batch axis of the output if samples stay apart, also in the backward; a `Lost` if they may not."""
     if func.namespace != "aten":
-        return Lost(f"no rule follows the batch through {func}")  # whatever name or tag its author gave it
+        return Lost(f"no rule follows the batch through {func}")  # its name and tags prove nothing
     call = replace(call, name=_ALIASES.get(call.name, call.name))
     axis = _STRICT[call.name](call, state_of) if call.name in _STRICT else output_axis(func, call)
     if not isinstance(axis, BatchAxis):
@@ -97,7 +97,7 @@ def strict_axis(func: Any, call: OpCall, state_of: StateOf) -> Axis:
         own, state = call.axis_of(value), state_of(value)
         if call.name in _OWN_PLACE and own is not None and own != replace(axis, dim=dim):
             return Lost("an argument carries the batch in another place than the result")
-        alone = value.dim() > 0 and call.name in _NO_BROADCAST  # a single row lies at the first sample alone
+        alone = value.dim() > 0 and call.name in _NO_BROADCAST  # a single row meets only the first sample
         if own is None and (state is None or isinstance(state, Rows)) and dim >= 0 and (alone or value.shape[dim] != 1):
             return Lost("a constant has a row of its own for each place in the batch")
     if call.name == "native_group_norm" and tuple(call.args[3:5]) != tuple(call.args[0].shape[:2]):
@@ -109,7 +109,7 @@ def strict_axis(func: Any, call: OpCall, state_of: StateOf) -> Axis:
 
 
 def _beside(call: OpCall, axis: BatchAxis) -> Iterator[tuple[Tensor, int]]:
-    """The arguments that have a dimension for the one of the output that holds the batch, and which it is."""
+    """The arguments that have a dimension aligned with the output's batch dimension, and which dimension it is."""
     rank, values = call.output.dim(), tensors((call.args, call.kwargs))
     if call.name in BATCH_NORMS:
         yield from ((value, 0) for value in values[1:] if axis.dim == 1)
@@ -130,12 +130,12 @@ def _beside(call: OpCall, axis: BatchAxis) -> Iterator[tuple[Tensor, int]]:
         elif call.name in _ATTENTION:
             values = values[3:]
         elif call.name == "copy_":
-            values = values[1:]  # what was there before is gone
+            values = values[1:]  # the old contents are overwritten
         yield from ((value, axis.dim + value.dim() - rank) for value in values)
 
 
 def repeated(call: OpCall) -> Shared | None:
-    """The state of an expand or a repeat of a constant: alike along the dimension that it repeats once per sample."""
+    """The state of an expand or a repeat of a constant: equal along the dimension that it repeats once per sample."""
     (source, counts), rank = call.args[:2], call.output.dim()
     shape = (*[1] * (rank - source.dim()), *source.shape)
     for dim, size in enumerate(shape):
@@ -147,7 +147,7 @@ def repeated(call: OpCall) -> Shared | None:
 
 
 def keeps_alike(func: Any, name: str) -> bool:
-    """Whether an operator makes something alike everywhere of arguments that are."""
+    """Whether an operator maps arguments with equal elements to a result with equal elements."""
     return name in SHAPES or (func.namespace == "aten" and torch.Tag.pointwise in func.tags)
 
 
@@ -157,7 +157,7 @@ def is_count(call: OpCall) -> bool:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operator writes into, whether its schema says so or not."""
+    """The arguments that an operator writes into, even if its schema does not say so."""
     schema, name = func._schema.arguments, func.overloadpacket.__name__
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
     declared = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
@@ -179,7 +179,7 @@ def _batch_norm(call: OpCall, state_of: StateOf) -> Axis:
     if not isinstance(axis, BatchAxis):
         return Lost("a weight or a statistic depends on the batch")
     if axis.dim == 1:
-        return axis  # each channel is of one sample, as instance_norm lays them out: [1, B·C, …]
+        return axis  # each channel belongs to one sample, as instance_norm lays them out: [1, B·C, …]
     if any(call.axis_of(value) is not None for value in tensors(call.args[1:])):
         return Lost("a weight or a statistic depends on the batch")
     return Lost("BatchNorm in training mode normalises over the batch") if _trains(call.name, call.args) else axis
@@ -214,7 +214,7 @@ def _matrix_vector(call: OpCall, state_of: StateOf) -> Axis:
 
 
 def _indices(call: OpCall) -> tuple[list[tuple[int, Tensor]], int, int]:
-    """The indexed dimensions with their indices, and where in the output their common dimensions are, and how many."""
+    """The indexed dimensions with their indices; the position and number of their common dimensions in the output."""
     used = [(dim, index) for dim, index in enumerate(call.args[1]) if index is not None]
     dims = [dim for dim, _ in used]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
@@ -254,6 +254,7 @@ _ATTENTION = {
     *"_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math scaled_dot_product_attention".split(),
     *"_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_cudnn_attention".split(),
 }
+# Random operators that draw at least the rows of a batch independently.
 DRAWS = DRAWN_APART | _ATTENTION | {"multinomial"}
 _NO_BROADCAST = {"gather", "scatter", "scatter_add"}
 _OWN_PLACE = BATCH_NORMS | _ATTENTION | {"addmm", "baddbmm"}

@@ -1,8 +1,8 @@
-"""Code that a graph keeps whole, so that a proof over single operators does not see what it does.
+"""Find code that a graph keeps as one call, so that a proof over single operators does not see what it does.
 
 `torch.fx.wrap` and `torch.compiler.allow_in_graph` keep a function as one call; so does a module that cannot be traced.
-Running such code shows the operators of one forward, without gradients. It does not show a backward of
-its own, hooks on tensors, or what the code does when gradients are on. So only code that is known is taken as proved.
+Running such code shows the operators of one forward without gradients. It does not show a custom backward, hooks on
+tensors, or what the code does when gradients are on. So only known code counts as proved.
 """
 
 import os
@@ -25,7 +25,7 @@ _FOLDERS = tuple(
     os.path.realpath(folder) + os.sep
     for folder in (os.path.dirname(torch.__file__), os.path.join(os.path.dirname(os.path.realpath(__file__)), "../.."))
 )
-# Functions of others that have been read: operators of torch, the same with gradients on and off.
+# Functions of other libraries that were inspected: they use torch operators, the same with gradients on and off.
 _READ = {"torchvision.ops.stochastic_depth.stochastic_depth"}
 # Operators over graphs whose bodies run, and are differentiated, operator by operator.
 _TRANSPARENT = {"tag_activation_checkpoint"}
@@ -33,9 +33,9 @@ _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
 def opaque_code(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, str]]:
-    """Each node of a graph, and of the graphs that it calls, that runs code unknown to the proof; and what that is.
+    """Each node of a graph, and of the graphs that it calls, that runs code unknown to the proof, with a description.
 
-    Guarantee: where nothing is found, the graph runs operators of torch alone, and autograd their own derivatives.
+    Guarantee: where nothing is found, the graph runs only operators of torch, and autograd their own derivatives.
     """
     for node in gm.graph.nodes:
         found = _reason(gm, node)
@@ -94,7 +94,7 @@ def _is_known(target: Any) -> bool:
     if isinstance(target, types.FunctionType):
         if f"{target.__module__}.{target.__qualname__}" in _READ:
             return True
-        # By its file too: a decorator such as torch.no_grad() makes a function of torch's around a user's.
+        # Check its file too: a decorator such as torch.no_grad() wraps a user's function into one of torch's.
         inside = os.path.realpath(target.__code__.co_filename).startswith(_FOLDERS)
         within = getattr(target, "__wrapped__", None)
         return inside and _package(target) in _PACKAGES and (within is None or _is_known(within))

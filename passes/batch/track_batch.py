@@ -34,7 +34,7 @@ __all__ = [
     "without_hooks",
 ]
 
-# Two large primes in place of the batch size: what a model writes as a number (reshape(7, -1)) is neither, and an axis
+# Two large primes in place of the batch size: a number that a model contains (reshape(7, -1)) is neither, and an axis
 # that is right for both is not right by chance.
 PROBES = (1009, 1013)
 
@@ -55,14 +55,14 @@ def track_batch(
     any_batch: bool = True,
     batch: int | None = None,
 ) -> PassResult:
-    """Run the graph on fake tensors of the call's shapes and write what is learnt into node.meta.
+    """Run the graph on fake tensors of the call's shapes and record the results in node.meta.
 
     Sets meta["shape"] (with the call's batch size) and meta["batch_axis"] on nodes with tensor outputs; on placeholders
-    meta["batch_leaves"], one flag per leaf of the argument: whether it was taken for the batch; on site nodes
-    meta["axis"], the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A
-    site whose batch cannot be followed becomes a meta["skipped"] with the reason: quantizing it could give one scale
-    to many samples. With `any_batch` the result holds for all batch sizes, else for this call's only; `batch` is the
-    batch size where it is not that of the first tensor.
+    meta["batch_leaves"], one flag per leaf of the argument: whether it counts as the batch; on site nodes meta["axis"],
+    the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A site whose batch
+    cannot be followed gets meta["skipped"] with the reason: quantizing it could give one scale to many samples. With
+    `any_batch` the result holds for all batch sizes, else only for this call's; `batch` gives the batch size if it is
+    not that of the first tensor.
     Requires: `mark_sites`; dimension 0 of the inputs is the batch; all other sizes are fixed.
     Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
     """
@@ -70,9 +70,9 @@ def track_batch(
     probes = PROBES if any_batch else (actual,)
     best: tuple[int, list[_Recorder], set[int]] | None = None
     failure: CaptureError | None = None
-    # A mask of shape [length, length] looks like a batch where the length is the batch size. Then shapes do not fit
-    # together, or samples cannot be told apart, and fewer of the tensors are taken for the batch. A tensor that is left
-    # out gives its axis to nothing, so at worst a site is skipped.
+    # A mask of shape [length, length] looks like a batch if the length equals the batch size. Then shapes do not fit
+    # together, or samples cannot be told apart, and fewer tensors are tried as the batch. A tensor that is left out
+    # passes its axis to nothing, so at worst a site is skipped.
     choices = (batched for count in range(len(alike), 0, -1) for batched in itertools.combinations(alike, count))
     for batched in itertools.islice(choices, 32):
         chosen, recorders = {id(leaf) for leaf in batched}, [_Recorder(gm, _Tracker(probe), actual) for probe in probes]
@@ -125,12 +125,12 @@ def _write(gm: fx.GraphModule, recorders: "list[_Recorder]") -> None:
 
 
 def hint(size: Any) -> int:
-    """A size as a number; a symbolic one by its example, without fixing it to that."""
+    """A size as a number; of a symbolic size its example, without specialising on it."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def run_on_fakes(recorder: "_Recorder", inputs: Inputs, batched: set[int]) -> None:
-    """Run a recorder's graph on fake tensors; those with an id in `batched` get its probe for their dimension 0."""
+    """Run a recorder's graph on fake tensors; those with an id in `batched` get its probe as dimension 0."""
     mode, tracker, gm = FakeTensorMode(allow_non_fake_inputs=True), recorder.tracker, recorder.module
     probe = tracker.batch
     symbols = {symbolic_batch(node) for node, value in inputs if id(value) in batched} - {None}
@@ -148,10 +148,10 @@ def run_on_fakes(recorder: "_Recorder", inputs: Inputs, batched: set[int]) -> No
         tracker.enter(made, None if is_batch else "an input that is no batch")
         return made
 
-    # In inference mode PyTorch hands over operators whole (aten.linear), for which there are no rules.
+    # In inference mode PyTorch dispatches composite operators (aten.linear), for which there are no rules.
     with torch.inference_mode(False):
         fakes = [tree_map(fake, value) for _, value in inputs]
-        # The model's tensors are swapped for fakes too: else a BatchNorm would count this run as a training step.
+        # The model's tensors are replaced by fakes too: else a BatchNorm would count this run as a training step.
         state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
         swapped: dict[str, Tensor] = {
             name: mode.from_tensor(value.detach(), static_shapes=True) for name, value in state.items()
@@ -165,7 +165,7 @@ def run_on_fakes(recorder: "_Recorder", inputs: Inputs, batched: set[int]) -> No
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs a stack for every shape that does not fit; the error that is raised says it in one line."""
+    """Silence torch's log of a stack for every shape mismatch; the error that is raised says it in one line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -176,7 +176,7 @@ def _quiet() -> Iterator[None]:
 
 
 def symbolic_batch(node: fx.Node) -> Any:
-    """The symbol that Dynamo has put for dimension 0 of an input; None if it is a number."""
+    """The symbol of Dynamo for dimension 0 of an input; None if it is a number."""
     example = node.meta.get("example_value")
     size = example.shape[0] if isinstance(example, Tensor) and example.dim() > 0 else None
     return _symbol(size)
@@ -188,7 +188,7 @@ def _symbol(size: Any) -> Any:
 
 @contextmanager
 def without_hooks(gm: nn.Module) -> Iterator[None]:
-    """Hooks of the user's are not for fake tensors, nor for a second look."""
+    """Disable the user's hooks: they must not see fake tensors, nor run twice."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     kept = [(module, name, getattr(module, name)) for module in gm.modules() for name in names]
     try:
@@ -201,7 +201,7 @@ def without_hooks(gm: nn.Module) -> Iterator[None]:
 
 
 def _add_up_calls(gm: fx.GraphModule) -> None:
-    """A layer that is called several times is one site: its FLOPs are those of all calls."""
+    """A layer that is called several times is one site: add up the FLOPs of its calls."""
     calls: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if "site" in node.meta:
@@ -214,7 +214,7 @@ def _add_up_calls(gm: fx.GraphModule) -> None:
 
 
 class _Tracker(TorchDispatchMode):
-    """Keeps the batch axis of every tensor that an operator makes."""
+    """Records the batch axis of every tensor that an operator makes."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -223,7 +223,7 @@ class _Tracker(TorchDispatchMode):
         self._in_storage: dict[int, list[weakref.ref[Tensor]]] = {}
 
     def enter(self, value: Tensor, name: str | None) -> None:
-        """Take in a tensor that no operator made: a batch, which has no name, or else an input, parameter or buffer."""
+        """Add a tensor that no operator made: a batch, without a name, or an input, parameter or buffer with one."""
         if name is None:
             self.axes[value] = BatchAxis(0)
         self._register(value)
@@ -265,12 +265,12 @@ class _Tracker(TorchDispatchMode):
         if isinstance(axis, BatchAxis):
             size = axis.outer * self.batch * axis.inner
             if axis.dim >= call.output.dim() or call.output.shape[axis.dim] != size:
-                # Second outputs (indices, statistics, masks) that do not carry the batch where the first does.
+                # Second outputs (indices, statistics, masks) that do not carry the batch where the first one does.
                 return Lost(f"an output of aten.{call.name} does not carry the batch")
         return axis
 
     def _spread(self, written: Tensor, axis: Axis) -> None:
-        """What is written through one view is seen through all others of the same memory."""
+        """A write through one view changes all other views of the same memory."""
         for other in self._sharing(written):
             if self.axis_of(other) == axis:
                 continue
@@ -281,7 +281,7 @@ class _Tracker(TorchDispatchMode):
 
 
 def _aligned(a: Tensor, b: Tensor, dim: int) -> bool:
-    """Whether two views of one storage agree on what memory belongs to each index of dimension `dim`."""
+    """Whether two views of one storage agree on which memory belongs to each index of dimension `dim`."""
     if a.dim() != b.dim() or a.shape[dim] != b.shape[dim] or a.stride(dim) != b.stride(dim) or a.stride(dim) == 0:
         return False
     step = a.stride(dim)
@@ -291,7 +291,7 @@ def _aligned(a: Tensor, b: Tensor, dim: int) -> bool:
         offset = int(view.storage_offset())
         within = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True) if stride < step)
         if offset % step + within >= step:
-            return False  # a row reaches into the next
+            return False  # a row overlaps the next one
         starts.add((offset if larger is None else offset % larger) // step)
     return len(starts) == 1
 
@@ -301,7 +301,7 @@ def _storage(value: Tensor) -> int:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs the graph node by node and notes shapes and axes."""
+    """Runs the graph node by node and records shapes and axes."""
 
     def __init__(self, gm: fx.GraphModule, tracker: _Tracker, actual: int) -> None:
         super().__init__(gm)

@@ -2,21 +2,21 @@
 
 Every tensor is in one of these states while the graph runs on fake tensors:
 
-    BatchAxis  made of the batch; what lies at sample i along the axis is a function of sample i alone
-    Shared     made without the batch, and alike for all samples: along an axis (`cls.expand(B, -1, -1)`), or in all its
+    BatchAxis  computed from the batch; the elements at sample i along the axis depend on sample i alone
+    Shared     computed without the batch, and equal for all samples: along an axis (`cls.expand(B, -1, -1)`), or in all
                elements (`zeros(B, n)`)
-    Rows       the numbers of the samples, `arange(B)`, which may pick a sample's own row and nothing else
+    Rows       the indices of the samples, `arange(B)`, which may select a sample's own row and nothing else
     None       any other constant: parameters, buffers, `eye(B)`. It must not lie along the batch
-    Mixed      elements of several samples may have gone into one; remembers the operator that did it first
+    Mixed      an element may depend on several samples; remembers the operator that mixed them first
 
 A Mixed value may exist. It is an error where it reaches an output, from which all gradients come, or state.
 
-Random numbers are like data: a draw with a row for each sample is the samples' own, if the operator draws rows
-independently, as `rand` does and `randperm` does not. One that samples share is Mixed: it is made anew in each
-micro-batch, so which samples share it depends on how many others there are.
+Random numbers are like data: a draw with a row for each sample belongs to the samples, if the operator draws rows
+independently, as `rand` does and `randperm` does not. A draw that samples share is Mixed: each micro-batch makes a new
+one, so which samples share it depends on how many others there are.
 
-The proof is about operators of PyTorch. Code that the graph keeps whole is refused, since a run without gradients does
-not show its backward; so are operators of others, and state that forward() assigns.
+The proof covers operators of PyTorch. Code that the graph keeps as one call is refused, since a run without gradients
+does not show its backward; so are operators of other libraries, and state that forward() assigns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ __all__ = ["Mixed", "verify_isolation"]
 
 @dataclass(frozen=True)
 class Mixed(Lost):
-    """A value that samples were mixed in, or may have been: by which operator of which node."""
+    """A value in which samples were mixed, or may have been: by which operator of which node."""
 
     node: fx.Node
     position: int  # of the node in its graph
@@ -74,14 +74,16 @@ def verify_isolation(
 
     Sets on nodes with tensor outputs meta["batched"], whether the value depends on data of the batch;
     meta["batch_axis"], where its samples lie (None for constants, and for mixed values that reach nothing); and, for
-    constants that are alike for all samples, meta["expanded_batch"], where the batch lies in them.
-    Refused are outputs, and writes into parameters, buffers or inputs, that samples were mixed in; any write of the
-    batch into state, which would carry samples to later batches; what has no rule, since nothing proves it; calls of
-    code that is neither PyTorch's nor this library's; and attributes that forward() assigns.
-    The size of the batch itself is taken as public. Random numbers must be drawn for each sample, as dropout does.
-    Requires: `canonicalize`; `track_batch` for the choice of inputs that are the batch, without which all with the
-    batch's size in dimension 0 are; the graph of the mode (train or eval) that is to be proved.
+    constants that are equal for all samples, meta["expanded_batch"], where the batch lies in them.
+    Refused: mixed values in outputs or in writes into parameters, buffers or inputs; any write of the batch into state,
+    which would carry samples to later batches; operators without a rule, since nothing proves them; calls of code that
+    is neither PyTorch's nor this library's; and attributes that forward() assigns.
+    The size of the batch itself is public. Random numbers must be drawn for each sample, as dropout does.
+    Requires: `canonicalize`; `track_batch`, which chooses the inputs that are the batch (without it, all with the
+    batch's size in dimension 0 are); the graph of the mode (train or eval) that is to be proved.
     Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
+    Guarantee: if it returns, each sample's outputs, and so its gradient, depend only on that sample, on parameters and
+    on constants. This bounds what one sample can change after clipping.
     """
     _check_code(gm)
     inputs, actual, alike = bind_batch(gm, args, kwargs, batch)
@@ -89,7 +91,7 @@ def verify_isolation(
     chosen = {id(leaf) for node, value in inputs for leaf in _batch_leaves(node, value, ids)}
     try:
         recorders = [_run(gm, inputs, chosen, actual, probe) for probe in PROBES]
-    except CaptureError:  # a model that writes its batch size as a number holds for that size only
+    except CaptureError:  # a model that contains its batch size as a number holds for that size only
         recorders = [_run(gm, inputs, chosen, actual, actual)]
     findings = [finding for recorder in recorders for finding in recorder.findings()]
     if findings:
@@ -105,7 +107,7 @@ def verify_isolation(
 
 
 def _check_code(gm: fx.GraphModule) -> None:
-    """Refuse what a run of operators would not show."""
+    """Refuse what a run of operators does not show."""
     for node, reason in opaque_code(gm):
         raise IsolationError(
             f"{_place(node)}, {op_name(node)}: {reason}; {_NOT_PROVED}. Fix: write it in torch operators in forward(), "
@@ -134,16 +136,16 @@ def _run(gm: fx.GraphModule, inputs: Inputs, chosen: set[int], actual: int, prob
 
 
 def _check_inputs(gm: fx.GraphModule, inputs: Inputs, chosen: set[int], alike: set[int], run: "_Prover") -> None:
-    """An input with the batch's size that was taken for no batch must be unable to be one, or it hides samples."""
+    """Refuse an input with the batch's size that does not count as the batch, if it could be one: it hides samples."""
     for node, value in inputs:
         for leaf in tree_leaves(value):
             if id(leaf) in alike - chosen:
                 try:
                     _run(gm, inputs, chosen | {id(leaf)}, run.actual, run.tracker.batch)
                 except CaptureError:
-                    continue  # the model does not run if it grows with the batch
+                    continue  # it is no batch: the model fails if this input grows with the batch
                 except IsolationError:
-                    pass  # it runs as far as where it mixes
+                    pass  # the model runs up to where it mixes samples
                 raise IsolationError(
                     f"input {node.name!r} of shape {tuple(leaf.shape)} may hold one row per sample or be a constant; "
                     f"{_NOT_PROVED}. Fix: if it is a constant, make it a buffer of the model before make_private."
@@ -185,7 +187,7 @@ def _place(node: fx.Node) -> str:
 
 
 class _Prover(_Recorder):
-    """Runs the graph node by node; notes the states of values, and where mixed ones end."""
+    """Runs the graph node by node; records the states of values, and where mixed ones end."""
 
     tracker: "_Isolation"
 
@@ -211,7 +213,7 @@ class _Prover(_Recorder):
         return {}
 
     def settle(self) -> None:
-        """Note the states as they are after the run, since what a node made may be written into by a later one."""
+        """Record the states after the run: a later node may write into what an earlier one made."""
         for node, value in self._values.items():
             state = self.tracker.state_of(value)
             axis = state if isinstance(state, BatchAxis) else None
@@ -230,14 +232,14 @@ class _Prover(_Recorder):
 
 
 def _beyond_operators(gm: fx.GraphModule, node: fx.Node) -> str | None:
-    """What a node does beyond the operators that run here, if that may reach the samples."""
+    """What a node does beyond the operators that run here, if that may affect the samples."""
     if node.op == "call_module" and has_hooks(gm.get_submodule(str(node.target))):
         return f"a hook on this module may do anything with the batch; {_NOT_PROVED}"
     return None
 
 
 class _Isolation(_Tracker):
-    """Keeps the state of every tensor that an operator makes, and the writes of the batch into what outlives it."""
+    """Records the state of every tensor that an operator makes, and writes of the batch into what outlives it."""
 
     def __init__(self, batch: int, certain: bool = True) -> None:
         """`certain`: no dimension has the size of the batch by chance."""
@@ -249,12 +251,12 @@ class _Isolation(_Tracker):
         self._position = -1
 
     def at(self, node: fx.Node) -> None:
-        """The node that runs next."""
+        """Set the node that runs next."""
         self._node, self._position = node, self._position + 1
 
     def enter(self, value: Tensor, name: str | None) -> None:
         super().enter(value, name)
-        # Tensors that forward() makes of plain numbers are kept with the buffers, but are made anew in each call.
+        # Tensors that forward() makes from plain numbers are stored with the buffers, but each call makes new ones.
         if name is not None and not name.startswith("_const._tensor_constant"):
             self._kept.setdefault(_storage(value), name)
 
@@ -263,7 +265,7 @@ class _Isolation(_Tracker):
         return state
 
     def axis_of(self, value: Any) -> Axis:
-        """The state as the rules see it: what is alike along an axis lies where the batch does."""
+        """The state as the rules see it: a value that is equal along an axis has the batch on that axis."""
         state = self.state_of(value)
         return state.axis if isinstance(state, Shared) else None if isinstance(state, Rows) else state
 
@@ -273,7 +275,7 @@ class _Isolation(_Tracker):
         return BatchAxis(dims[0]) if len(dims) == 1 else None
 
     def mixed(self, lost: Lost, op: str) -> Mixed:
-        """`lost` with the node that runs now, if it is not from an earlier one."""
+        """`lost` with the current node, unless an earlier one caused it."""
         return lost if isinstance(lost, Mixed) else Mixed(lost.reason, self._node, self._position, op)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -330,7 +332,7 @@ class _Isolation(_Tracker):
         """The state of random numbers that were drawn without the batch: rows of the samples, or shared by them."""
         value = call.output
         dims = [dim for dim, size in enumerate(value.shape) if size > 0 and size % self.batch == 0]
-        rows = call.name == "multinomial" and value.dim() == 2  # one for each row of probabilities
+        rows = call.name == "multinomial" and value.dim() == 2  # one draw for each row of probabilities
         if call.name not in rules.DRAWN_APART and not rows:
             return self.mixed(Lost("random numbers that are drawn together: each depends on the others"), str(func))
         if self._certain and len(dims) == 1 and dims[0] in ((0,) if rows else dims):
@@ -339,7 +341,7 @@ class _Isolation(_Tracker):
         return self.mixed(Lost(reason), str(func))
 
     def _constant(self, func: Any, call: OpCall, states: list[State]) -> State:
-        """The state of what is made without the batch."""
+        """The state of a value that is computed without the batch."""
         if not is_known_operator(func):
             return self.mixed(Lost(f"no rule says what {func} does, and whether it draws random numbers"), str(func))
         first = next(iter(states), None)
@@ -368,10 +370,10 @@ class _Isolation(_Tracker):
         return rules.strict_axis(func, call, self.state_of)
 
     def _written_aside(self, func: Any, name: str, args: Any, states: list[State]) -> State:
-        """The state of an argument that an operator writes and does not return."""
+        """The state of an argument that an operator writes but does not return."""
         axis = self.state_of(args[0]) if args else None
         if name in rules.BATCH_NORMS and isinstance(axis, BatchAxis) and axis.dim == 1:
-            return replace(axis, dim=0)  # statistics of channels, each of which is one sample's
+            return replace(axis, dim=0)  # statistics of channels, each of which belongs to one sample
         if any(isinstance(state, BatchAxis | Mixed) for state in states):
             norm = "BatchNorm in training mode normalises over the batch, and keeps its statistics"
             lost = Lost(norm if name in rules.BATCH_NORMS else f"{func} writes values of the batch")
@@ -379,13 +381,13 @@ class _Isolation(_Tracker):
         return None
 
     def _follow_write(self, op: str, value: Tensor, before: State) -> None:
-        """Note a write into what outlives the call; and what is written is seen through all views of the memory."""
+        """Record a write into what outlives the call, and pass it on to all views of the memory."""
         state, name = self.state_of(value), self._kept.get(_storage(value))
         if name is not None and isinstance(state, BatchAxis | Mixed):
             carried = Lost("values of the batch are written into state, where later batches find them")
             self.writes.append((self.mixed(state if isinstance(state, Mixed) else carried, op), name))
         if isinstance(state, BatchAxis) and state == before:
-            return  # whose memory is whose stays as it was
+            return  # the axes of the memory are unchanged
         for other in self._sharing(value):
             self.axes[other] = self._seen_through(other, value, state, op)
 

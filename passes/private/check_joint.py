@@ -46,7 +46,7 @@ def check_outputs(gm: fx.GraphModule, *, traced: Signature) -> None:
 
 
 def check_forward(gm: fx.GraphModule) -> None:
-    """Refuse a forward output that depends on gradients: a clipped sum must not leave the program by that way."""
+    """Refuse a forward output that depends on gradients: a clipped sum must not leave the program that way."""
     backward = depends_on_gradients(gm.graph)
     for node in _outputs(gm)[: facts_of(gm).forward_outputs]:
         if node in backward:
@@ -68,7 +68,7 @@ def check_operands(gm: fx.GraphModule) -> None:
 
 
 def check_tags(gm: fx.GraphModule) -> None:
-    """Refuse a joint graph in which a node that forward needs is not tagged as forward's, or one of backward is."""
+    """Refuse tags that are wrong: a node that forward needs has none, or a node of backward has one."""
     key, value = TAG
     for node in needed_by_forward(gm):
         if node.meta.get(key) != value:
@@ -79,14 +79,14 @@ def check_tags(gm: fx.GraphModule) -> None:
 
 
 def check_cut(gm: fx.GraphModule, *, traced: Signature) -> None:
-    """Refuse programs whose outputs are not those of the joint graph, or a forward that is given gradients."""
+    """Refuse programs whose outputs differ from the joint graph's, or a forward that takes gradients."""
     facts, forward, backward = facts_of(gm), forward_of(gm), backward_of(gm)
     own, sums = len(facts.differentiable), len(facts.parameters) + 1
     if _signature(_outputs(forward)[:own]) != traced[:own] or _signature(_outputs(backward)) != traced[-sums:]:
         raise GraphInvariantError("forward and backward do not give the outputs of the joint graph")
     if depends_on_gradients(forward.graph):
         raise GraphInvariantError("the forward program is given the gradients of the outputs")
-    # The bounds may reach backward as something that forward has made of them.
+    # Backward may receive the bounds as a value that forward has computed from them.
     made = _made_of(forward.graph, _bounds(forward.graph))
     saved = zip(backward.graph.find_nodes(op="placeholder"), _outputs(forward)[facts.forward_outputs :], strict=False)
     given = {placeholder for placeholder, value in saved if value in made}

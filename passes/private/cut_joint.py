@@ -21,13 +21,13 @@ def cut_joint(gm: fx.GraphModule, *, recompute: bool) -> PassResult:
         joint(primals, tangents)   →   outputs, *saved = private_forward(*primals)
                                        sums, left_out = private_backward(*saved, *tangents)
 
-    With `recompute` it is the min-cut, which computes again in backward what Inductor can fuse; a graph that is
-    interpreted gains nothing by that. But the plain cut would draw random numbers again in backward, so a graph that
-    draws them has the min-cut in any case.
+    With `recompute` it is the min-cut, which recomputes in backward what Inductor can fuse; an interpreted graph gains
+    nothing by that. The plain cut would draw random numbers again in backward, so a graph that draws them always gets
+    the min-cut.
 
-    Requires: `tag_forward`. Ensures: `forward_of` and `backward_of` give the two programs; the result calls both, with
-    the inputs and outputs of the joint graph, less what forward gives to backward alone.
-    Numerics: unchanged but for the order in which Inductor fuses.
+    Requires: `tag_forward`. Ensures: `forward_of` and `backward_of` give the two programs. The result calls both, and
+    has the inputs and outputs of the joint graph, without outputs that only pass from forward to backward.
+    Numerics: unchanged except for the order in which Inductor fuses.
     """
     facts = facts_of(gm)
     least = recompute or any(draws_seeded(node) for node in gm.graph.nodes)

@@ -1,7 +1,7 @@
 """Free the float32 inputs of sites that have saved codes instead, between forward and backward.
 
-The policy says which sites read codes, so this is not known when a program is compiled: forward saves the inputs of
-all sites. When it has returned, `SavedInputs.free` replaces those that backward will not read by stand-ins.
+The policy decides which sites read codes, so this is unknown when a program is compiled: forward saves the inputs of
+all sites. After forward, `SavedInputs.free` replaces those that backward will not read by placeholders without data.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from dpquant_compile.passes.runner import NOTE, PassResult
 
 __all__ = ["SavedInputs", "free_saved_inputs", "sites_reading", "users_of"]
 
-_UNREAD = "unread_if_low"  # in the metadata of a placeholder: the rows of the sites that read it in full precision only
+_UNREAD = "unread_if_low"  # key in a placeholder's metadata: rows of the sites that read it only in full precision
 
-# Operators that are given a site's input twice, as numbers and in another form, and read one of them.
+# Operators that take a site's input twice, as numbers and in another form, and read one of them.
 _READERS = frozenset(
     getattr(torch.ops.dpquant, name).default
     for name in ("sample_norms", "sample_grads", "weighted_grad", "sample_factors")
@@ -32,18 +32,18 @@ _RESHAPING = frozenset(
 
 @dataclass(frozen=True)
 class SavedInputs:
-    """Places in the list of saved tensors that only certain sites read, with the rows of those sites."""
+    """Indices of saved tensors that only certain sites read, with the rows of those sites."""
 
     places: tuple[tuple[int, tuple[int, ...]], ...]
 
     @staticmethod
     def of(gm: fx.GraphModule) -> "SavedInputs":
-        """What `free_saved_inputs` has found."""
+        """The result of `free_saved_inputs`."""
         given = enumerate(backward_of(gm).graph.find_nodes(op="placeholder"))
         return SavedInputs(tuple((place, node.meta[_UNREAD]) for place, node in given if _UNREAD in node.meta))
 
     def free(self, saved: list[Any], policy: Tensor) -> None:
-        """Replace what this policy leaves unread by stand-ins of the same shape and layout that hold nothing."""
+        """Replace tensors that are unread under this policy by placeholders of the same shape without data."""
         low = policy.tolist() if self.places else []
         for place, sites in self.places:
             if all(low[site] for site in sites):
@@ -51,7 +51,7 @@ class SavedInputs:
 
 
 def free_saved_inputs(gm: fx.GraphModule) -> PassResult:
-    """Note at each tensor that backward is given which sites alone read it, and only in full precision.
+    """Record for each tensor that backward takes which sites alone read it, if they do so only in full precision.
 
         def backward(relu, …)   →   def backward(relu, …)  # relu: not read when low: sites 4, 7
 
@@ -66,7 +66,7 @@ def free_saved_inputs(gm: fx.GraphModule) -> PassResult:
 
 
 def users_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who uses a tensor, and as what: itself, or laid out or shaped otherwise."""
+    """The users of a tensor, each with the form that it uses: the tensor itself, or a view or copy of it."""
     for user in node.users:
         if user.target in _RESHAPING:
             yield from users_of(user)
@@ -75,8 +75,8 @@ def users_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def sites_reading(user: fx.Node, node: fx.Node) -> tuple[int, ...]:
-    """The rows of the sites for which `user` reads `node` as long as one of them is in full precision; none if it
-    reads it in any case. A row of -1 is a layer that always is."""
+    """The rows of the sites for which `user` reads `node` only while one of them is in full precision; empty if it
+    always reads it. The row -1 is a layer that is always in full precision."""
     masks = user.target is torch.ops.dpquant.relu_grad.default
     if user.target not in _READERS and not masks:
         return ()
@@ -87,14 +87,14 @@ def sites_reading(user: fx.Node, node: fx.Node) -> tuple[int, ...]:
 
 
 def _sites(node: fx.Node) -> tuple[int, ...]:
-    """The rows of the sites whose input this is; none if anything else reads it."""
+    """The rows of the sites whose input this is; empty if anything else reads it."""
     found = [sites_reading(user, own) for user, own in users_of(node)]
     rows = sorted({row for rows in found for row in rows})
     return tuple(rows) if all(found) and rows and rows[0] >= 0 else ()
 
 
 def _stand_in(x: Tensor) -> Tensor:
-    """A tensor of this shape and layout in memory that all stand-ins share: nobody reads it, so it takes no place."""
+    """A tensor of this shape and layout whose memory all placeholders share: nobody reads it."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     held = _ROOMS.get((x.dtype, x.device))
     if held is None or held.numel() < size:

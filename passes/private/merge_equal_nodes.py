@@ -14,8 +14,8 @@ def merge_equal_nodes(gm: fx.GraphModule) -> PassResult:
 
         a = exp(x); b = exp(x); y = a + b   →   a = exp(x); y = a + a
 
-    Requires: a functional joint graph. Ensures: equal nodes are one, in the whole graph: a graph that draws random
-    numbers stays as it is, since two equal calls of a random operator are two draws. Numerics: unchanged bit for bit.
+    Requires: a functional joint graph. Ensures: no two nodes are equal. A graph that draws random numbers stays
+    unchanged, since two equal calls of a random operator are two draws. Numerics: unchanged bit for bit.
     """
     if any(draws_seeded(node) for node in gm.graph.nodes):
         return PassResult(gm, False)

@@ -12,7 +12,7 @@ __all__ = ["optimize_joint"]
 
 
 def optimize_joint(gm: fx.GraphModule) -> PassResult:
-    """Let Inductor fold constants, drop operators that do nothing, and match its patterns before the cut.
+    """Let Inductor fold constants, remove operators without effect, and match its patterns before the cut.
 
         y = x * full([], 1)   →   y = x
 
@@ -28,7 +28,7 @@ def optimize_joint(gm: fx.GraphModule) -> PassResult:
     left = {node.name for node in gm.graph.nodes}
     for node, name in zip(_outputs(gm), names, strict=True):
         if isinstance(node, fx.Node) and node.op == "call_function" and name is not None and name not in left:
-            node.name = name  # that of a node that is gone, so no other has it
+            node.name = name  # free: it belonged to a removed node
             left.add(name)
     return PassResult(gm, str(gm.graph) != before)
 

@@ -1,7 +1,7 @@
-"""Pack the mask of a ReLU between two sites: a bit for each element where a float was saved.
+"""Pack the mask of a ReLU between two sites: save one bit per element instead of a float.
 
 For ReLUs whose mask `recompute_relu_masks` cannot compute from other maps. Between two sites the operator replaces a
-loop that Inductor could not fuse with much else.
+loop that Inductor could hardly fuse with others.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ def pack_relu_masks(gm: fx.GraphModule) -> PassResult:
         where(relu <= 0, 0, grad)   →   bits = positive_bits(relu, …); relu_grad(relu, bits, grad, …)
 
     Requires: `recompute_relu_masks`; a joint graph with its facts.
-    Ensures: the bits are outputs, behind those that were forward's, and counted in `forward_outputs`. Else the cut
-    would compute them in backward, from the numbers that they replace. Numerics: unchanged bit for bit.
+    Ensures: the bits are outputs, after those of forward, and counted in `forward_outputs`. Otherwise the cut would
+    compute them in backward, from the numbers that they replace. Numerics: unchanged bit for bit.
     """
     packed = []
     backward = depends_on_gradients(gm.graph)
@@ -53,7 +53,7 @@ def pack_relu_masks(gm: fx.GraphModule) -> PassResult:
 
 
 def _is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
-    """Whether this is `where(mask, 0, gradient)`, of a gradient that is like the ReLU's output."""
+    """Whether this is `where(mask, 0, gradient)`, with a gradient of the shape and dtype of the ReLU's output."""
     if node.target is not _ATEN.where.self or node.args[0] is not mask:
         return False
     zero, grad = node.args[1:]

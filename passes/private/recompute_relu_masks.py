@@ -1,8 +1,8 @@
 """Recompute the mask of a ReLU in backward, instead of reading it from the ReLU's saved output.
 
-The output of a ReLU is the input of the next site. A low-precision site keeps it as codes. Then only ReLU's own
-backward needs the float32 numbers: it asks where they were positive. The maps that normalisation saves for backward
-tell that too, and Inductor recomputes the mask in loops that read those maps already.
+The output of a ReLU is the input of the next site. A low-precision site keeps it as codes. Then only the ReLU's own
+backward needs the float32 numbers: it tests where they were positive. The maps that normalisation saves for backward
+show that too, and Inductor recomputes the mask in loops that already read those maps.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ __all__ = ["depends_on_gradients", "masks_of", "recompute_relu_masks"]
 _ATEN = torch.ops.aten
 _RELU, _MASK = _ATEN.relu.default, _ATEN.le.Scalar
 
-# What is cheap to do again, element by element.
+# Operations that are cheap to repeat, element by element.
 _POINTWISE = frozenset((_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.view.default))
-_FEW = 3  # maps that a mask may be made of: along a chain of skip connections every block would add one
-_SHORT = 24  # operations from those maps to the mask: a norm has four or five
+_FEW = 3  # most maps that a mask may depend on: along a chain of skip connections every block would add one
+_SHORT = 24  # most operations from those maps to the mask: a norm has four or five
 
 
 def recompute_relu_masks(gm: fx.GraphModule) -> PassResult:
@@ -46,8 +46,8 @@ def recompute_relu_masks(gm: fx.GraphModule) -> PassResult:
 
 
 def masks_of(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
-    """The masks of ReLUs whose output is the input of a site, and that only backward asks for: a model may well compare
-    such an output with zero itself, and equal nodes are merged."""
+    """The masks of ReLUs whose output is the input of a site, if only backward reads the mask: a model may itself
+    compare such an output with zero, and equal nodes are merged."""
     return [
         mask
         for mask in graph.find_nodes(op="call_function", target=_MASK)
@@ -59,7 +59,7 @@ def masks_of(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
 
 
 def depends_on_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on the gradients of the outputs."""
+    """The nodes that depend on the gradients of the outputs."""
     found = {node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)}
     for node in graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):
@@ -74,7 +74,7 @@ def _only_sites_read(node: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def _is_held(node: fx.Node, backward: set[fx.Node]) -> bool:
-    """Whether backward needs this map in any case: itself, or something that is made of it element by element."""
+    """Whether backward needs this map anyway: the map itself, or something computed from it element by element."""
 
     def needed(node: fx.Node) -> bool:
         return any(user in backward and not sites_reading(user, node) for user in node.users)
@@ -85,21 +85,21 @@ def _is_held(node: fx.Node, backward: set[fx.Node]) -> bool:
 
 @dataclass(frozen=True)
 class Chain:
-    """What a ReLU is computed of: maps, and the operations between, in order, without the ReLU itself."""
+    """How a ReLU's input is computed: the maps it depends on, and the operations between, in order."""
 
     maps: frozenset[fx.Node]
     operations: tuple[fx.Node, ...]
 
 
 def _chain(relu: fx.Node, known: Mapping[fx.Node, Chain]) -> Chain | None:
-    """How to compute a ReLU again; None if that takes too much. Those in `known` are computed again on the way."""
+    """How to recompute a ReLU's input; None if that costs too much. ReLUs in `known` are recomputed on the way."""
     size, maps, operations = relu.meta["val"].numel(), set(), set()
     waiting = list(relu.all_input_nodes)
     while waiting:
         node = waiting.pop()
         value = node.meta.get("val")
         if node in operations or not isinstance(value, Tensor) or value.numel() < size:
-            continue  # what is smaller is a statistic, or a parameter
+            continue  # a smaller tensor is a statistic or a parameter
         if node.target in _POINTWISE or node in known:
             operations.add(node)
             waiting += node.all_input_nodes
@@ -111,7 +111,7 @@ def _chain(relu: fx.Node, known: Mapping[fx.Node, Chain]) -> Chain | None:
 
 
 def _copied(graph: fx.Graph, relu: fx.Node, chain: Chain) -> fx.Node:
-    """What goes into the ReLU, once more, marked as backward's own."""
+    """A second copy of the ReLU's input, marked as part of backward."""
     copies: dict[fx.Node, fx.Node] = {}
     for node in chain.operations:
         copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))

@@ -11,7 +11,7 @@ __all__ = ["share_operands"]
 
 
 def share_operands(gm: fx.GraphModule) -> PassResult:
-    """Keep the first of equal roundings: input gradient and weight gradient both ask for the output gradient's.
+    """Keep the first of equal roundings: input gradient and weight gradient both round the output gradient.
 
         a = round_operand(g, …); b = round_operand(g, …); f(a); h(b)   →   a = round_operand(g, …); f(a); h(a)
 

@@ -9,15 +9,15 @@ from dpquant_compile.passes.runner import PassResult
 
 __all__ = ["TAG", "needed_by_forward", "tag_forward"]
 
-TAG = ("partitioner_tag", "is_forward")  # as torch's partitioners read it
+TAG = ("partitioner_tag", "is_forward")  # the format of torch's partitioners
 
 
 def tag_forward(gm: fx.GraphModule) -> PassResult:
-    """Tag what forward's outputs need: the plain cut would compute all of it again in backward.
+    """Tag the nodes that forward's outputs depend on: the plain cut would compute all of them again in backward.
 
         y = relu(x)   →   y = relu(x), with meta["partitioner_tag"] = "is_forward"
 
-    Requires: a joint graph with its facts. Ensures: every node that a forward output depends on, placeholders apart,
+    Requires: a joint graph with its facts. Ensures: every node that a forward output depends on, except placeholders,
     has the tag. Numerics: unchanged; only metadata is written.
     """
     key, value = TAG
@@ -28,7 +28,7 @@ def tag_forward(gm: fx.GraphModule) -> PassResult:
 
 
 def needed_by_forward(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that forward's outputs are computed of, without placeholders."""
+    """The nodes that forward's outputs depend on, without placeholders."""
     outputs: Any = gm.graph.output_node().args[0]
     needed = {node for node in outputs[: facts_of(gm).forward_outputs] if isinstance(node, fx.Node)}
     found = []
