@@ -1,1 +1,1 @@
-"""The command line, `dpquant`: `main` has the entry point, each command is a file."""
+"""The command line, `dpquant`: the entry point is in `main`, and each command has its own file."""

@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
 
 
 def _benchmarks() -> dict[str, Path]:
-    """Files by name. They lie beside the package in a checkout, and are not in a wheel."""
+    """Benchmark files by name. They lie beside the package in a checkout, and are not in a wheel."""
     folder = Path(dpquant_compile.__file__).resolve().parents[1] / "benchmarks"
     files = {path.stem: path for path in sorted(folder.glob("*.py"))}
     if not files:

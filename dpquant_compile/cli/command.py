@@ -1,4 +1,4 @@
-"""`Command`: what a file of this folder has to offer, and how it says that something went wrong."""
+"""`Command`: the interface of a subcommand, its exit codes and its errors."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BAD_INPUT", "DONE", "FAILED", "INTERRUPTED", "Command", "InputError", "RunFailedError"]
 
-# Exit codes. argparse's own errors have code 2 as well.
+# Exit codes. argparse's own errors also have code 2.
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -22,9 +22,9 @@ class Command:
 
     summary        a line for the list of commands
     examples       lines for the end of its help, each a command that works
-    add_arguments  adds its options to a parser; nothing heavy is imported for it, so that `--help` is quick
-    run            does it, and returns the exit code
-    removed        options of earlier releases, and what to do without them
+    add_arguments  adds its options to a parser; it imports nothing heavy, so that `--help` is quick
+    run            runs it, and returns the exit code
+    removed        options of earlier releases, and what replaces them
     """
 
     name: str
@@ -36,8 +36,8 @@ class Command:
 
 
 class InputError(DPQuantError, ValueError):
-    """An argument of the command line that names something that is not there, or cannot be used."""
+    """An argument of the command line names something that does not exist, or cannot be used."""
 
 
 class RunFailedError(DPQuantError, RuntimeError):
-    """What was asked for was sound, was begun, and failed: exit code 1, where other typed errors have 2."""
+    """Valid input, but the run failed: exit code 1, where other typed errors have 2."""

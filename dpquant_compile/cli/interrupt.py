@@ -1,7 +1,7 @@
-"""Ctrl-C while `dpquant` is still importing torch: one line and exit code 130, in the place of a traceback.
+"""Ctrl-C while `dpquant` is still importing torch: one line and exit code 130 instead of a traceback.
 
-`dpquant_compile/__init__.py` imports this first, since no other code of ours runs before the imports that take seconds.
-It does nothing in a process that is not `dpquant`, nor in its workers.
+`dpquant_compile/__init__.py` imports this first, before the imports that take seconds. It does nothing in a process
+that is not `dpquant`, nor in its workers.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ def _is_command() -> bool:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, b"dpquant: interrupted\n")
-    os._exit(INTERRUPTED)  # nothing is begun yet, and an exception might be lost inside a C extension
+    os._exit(INTERRUPTED)  # nothing has started yet, and an exception might be lost inside a C extension
 
 
 def raise_again() -> None:
@@ -34,6 +34,6 @@ def raise_again() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# A process that was started to ignore the signal, such as a shell's background job, goes on ignoring it.
+# A process that was started to ignore the signal, such as a shell's background job, still ignores it.
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)

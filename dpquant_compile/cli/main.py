@@ -37,7 +37,7 @@ A command prints its result on standard output, and progress on standard error."
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `args.command` is then the `Command`."""
+    """The parser of all commands; it sets `args.command` to the `Command`."""
     common = argparse.ArgumentParser(add_help=False)
     everywhere = common.add_argument_group("everywhere")
     everywhere.add_argument("--json", action="store_true", help="print the result as one JSON document")
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _unknown(words: Sequence[str], args: argparse.Namespace) -> str:
-    """What is wrong with words that are no argument of a command, and which option may have been meant."""
+    """The error for unrecognized arguments, with the option that may have been meant."""
     known = [option for action in args.parser._actions for option in action.option_strings]
     command: Command = args.command
     names = [word.split("=")[0] for word in words]
@@ -81,9 +81,9 @@ def _add_version(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default the process's own, and return its exit code.
+    """Run a command line, by default that of the process, and return its exit code.
 
-    Usage that argparse refuses, `--help` and `--version` end in SystemExit, as argparse does it.
+    `--help`, `--version` and usage that argparse refuses end in SystemExit, as argparse does.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             output.note(f"dpquant {command.name}: interrupted")
             return INTERRUPTED
         except BrokenPipeError:
-            # Whoever read the output has seen enough. Python would complain once more when it closes the stream.
+            # The reader of the output closed it early. Python would report that again when it closes the stream.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
         except (DPQuantError, OSError) as error:  # the latter: a file that cannot be read or written
@@ -132,5 +132,5 @@ def _one_line(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning without the source line that it comes from, which is none of the user's."""
+    """Show a warning without its source line, which is not the user's code."""
     print(f"warning: {message}", file=file or sys.stderr)

@@ -30,7 +30,7 @@ class InputSpec:
 
     @classmethod
     def parse(cls, text: str) -> "InputSpec":
-        """From the command line; ArgumentTypeError for anything that is no shape."""
+        """Parse an argument of the command line; ArgumentTypeError if it is no shape."""
         sizes, colon, dtype = text.partition(":")
         if not all(size.isdecimal() and int(size) > 0 for size in sizes.split("x")):
             raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 1x3x32x32 or 8x128:int64")
@@ -39,7 +39,7 @@ class InputSpec:
         return cls(tuple(map(int, sizes.split("x"))), dtype or "float32")
 
     def make(self) -> "Tensor":
-        """A tensor of this shape: noise, zeros for whole numbers (an index that every table has), True for masks."""
+        """A tensor of this shape: noise; zeros for integers, an index that every table has; True for masks."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -51,8 +51,8 @@ class InputSpec:
 def capture(name: str, inputs: Sequence[InputSpec] | None = None, data: Path | None = None) -> "CompiledModule":
     """The model of this name with its graph captured, no site in low precision, and nothing compiled.
 
-    A task brings an input of its own, and takes local weights from the folder `data`. Without any input, a graph that
-    only Dynamo can capture is not captured, and shapes are not known.
+    A task has its own input, and takes local weights from the folder `data`. Without any input, a graph that only
+    Dynamo can capture is not captured, and shapes are unknown.
     """
     import dpquant_compile as dpq
 
@@ -76,7 +76,7 @@ def capture(name: str, inputs: Sequence[InputSpec] | None = None, data: Path | N
 def build_model(name: str) -> "nn.Module":
     """The model that `package.module:callable` builds; the working folder is on the path.
 
-    Whatever the user's code raises is an InputError that quotes it.
+    Any error of the user's code becomes an InputError that quotes it.
     """
     from torch import nn
 
@@ -87,7 +87,7 @@ def build_model(name: str) -> "nn.Module":
         if module_name.partition(".")[0] == "torchvision":
             from dpquant_compile import torchvision_compat
 
-            torchvision_compat.models()  # it cannot be imported beside a CPU torch without this
+            torchvision_compat.models()  # without this it cannot be imported beside a CPU torch
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)

@@ -13,15 +13,15 @@ from rich.text import Text
 
 __all__ = ["Output", "shape", "share", "table"]
 
-# Where nobody's terminal sets the width: wide enough that no table is wrapped.
+# Width where there is no terminal: wide enough that no table is wrapped.
 _FILE_WIDTH = 200
 
 
 class Output:
-    """Where a command prints.
+    """Prints the output of a command.
 
-    With `as_json`, standard output gets one JSON document and nothing else. NO_COLOR and output that is no terminal are
-    respected, by rich.
+    With `as_json`, standard output gets one JSON document and nothing else. rich respects NO_COLOR and output that is
+    not a terminal.
     """
 
     def __init__(self, *, as_json: bool) -> None:
@@ -30,7 +30,7 @@ class Output:
         self.log = _console(sys.stderr)  # progress and remarks
 
     def result(self, document: Any, *shown: RenderableType) -> None:
-        """Print `document` as JSON, or else `shown`. Numbers that JSON does not have, such as infinity, become null."""
+        """Print `document` as JSON, or else `shown`. Numbers that JSON lacks, such as infinity, become null."""
         if self.as_json:
             sys.stdout.write(json.dumps(_plain(document), indent=2, allow_nan=False) + "\n")
         else:
@@ -38,14 +38,14 @@ class Output:
                 self._shown.print(part)
 
     def note(self, message: str) -> None:
-        """Say something that is not the result."""
+        """Print a remark to standard error."""
         self.log.print(message, soft_wrap=True)
 
 
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, right: Sequence[str] = ()
 ) -> RenderableType:
-    """A table of text below its title; the columns named in `right` are set flush right."""
+    """A table of text below its title; the columns named in `right` are right-aligned."""
     made = Table(header_style="bold", box=None, pad_edge=False)
     for name in head:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -60,7 +60,7 @@ def share(value: float | None) -> str:
 
 
 def shape(sizes: Sequence[int] | None) -> str:
-    """The sizes of a tensor; a dash where they are not known."""
+    """The sizes of a tensor; a dash if unknown."""
     return "–" if sizes is None else "×".join(map(str, sizes))
 
 

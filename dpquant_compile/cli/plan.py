@@ -1,4 +1,4 @@
-"""`dpquant plan`: the noise for a privacy budget, or what a noise costs, before anything is trained."""
+"""`dpquant plan`: the noise for a privacy budget, or the cost of a given noise, before anything is trained."""
 
 import argparse
 import dataclasses

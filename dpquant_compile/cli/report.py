@@ -1,4 +1,4 @@
-"""`dpquant report`: a page, and tables, of what runs say together."""
+"""`dpquant report`: a page and tables that summarise runs."""
 
 import argparse
 import csv
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
 
 
 def _check_files(wanted: dict[str, Path]) -> None:
-    """Refuse what cannot be written to before anything is."""
+    """Refuse paths that cannot be written, before anything is written."""
     for path in wanted.values():
         if path.is_dir():
             raise InputError(f"{path} is a folder. Fix: name a file, such as {path / 'report.html'}")
@@ -74,9 +74,9 @@ def _check_files(wanted: dict[str, Path]) -> None:
 
 
 def _graph(args: argparse.Namespace, runs: "Sequence[RunResult]", output: "Output") -> str | None:
-    """The drawing of the model, with the sites of a single run's last epoch in their colour.
+    """The drawing of the model; for a single run, with the sites of its last epoch coloured.
 
-    Where the model cannot be had, for want of a network perhaps, there is none, unless it was asked for.
+    If the model is not available, perhaps without a network, there is none, unless it was requested.
     """
     name = args.graph or runs[0].config.task
     try:
@@ -92,7 +92,7 @@ def _graph(args: argparse.Namespace, runs: "Sequence[RunResult]", output: "Outpu
 
 
 def _write_csv(runs: "Sequence[RunResult]", path: Path, times: bool) -> None:
-    """A line for each run: its configuration, and what came out."""
+    """A line for each run: its configuration and its results."""
     purposes = sorted({purpose for run in runs for purpose in run.epsilons})
     stages = sorted({stage for run in runs for stage in run.seconds}) if times else []
     lines: list[dict[str, Any]] = []
@@ -126,7 +126,7 @@ def _show(rows: "Sequence[Row]", written: dict[str, Path], output: "Output", tim
 
 
 def _group(row: "Row", times: bool) -> dict[str, Any]:
-    """Mean and standard deviation over the runs of a group, with what they have in common."""
+    """Mean and standard deviation over the runs of a group, with their common settings."""
     figures = {"accuracy": row.accuracy, "accuracy_low": row.accuracy_low, "epsilon": row.epsilon}
     if times:
         figures["seconds"] = row.seconds

@@ -1,4 +1,4 @@
-"""`dpquant sites`: what of a model can be switched to low precision."""
+"""`dpquant sites`: the layers of a model that can be switched to low precision."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`dpquant tasks`: what can be trained by name, and the data that it needs."""
+"""`dpquant tasks`: what can be trained by name, and the data it needs."""
 
 import argparse
 from typing import TYPE_CHECKING

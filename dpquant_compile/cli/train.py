@@ -1,4 +1,4 @@
-"""`dpquant train`: one run of a task, in a folder of its own, which a second call goes on with."""
+"""`dpquant train`: one run of a task in its own folder; a second call continues it."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ __all__ = ["COMMAND", "OPTIONS", "Option", "add_place", "check_data", "count", "
 
 @dataclass(frozen=True)
 class Option:
-    """A field of `RunConfig` on the command line; `RunConfig` itself says what values it takes."""
+    """A field of `RunConfig` on the command line; `RunConfig` itself checks its values."""
 
     field: str
     kind: type
@@ -86,7 +86,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """The option for the folder that run folders are made in."""
+    """Add the option for the folder that holds the run folders."""
     home = Path("out/runs")
     parser.add_argument(
         "--out", type=Path, default=home, metavar="FOLDER", help="of the run folders; default: %(default)s"
@@ -126,10 +126,10 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
         output.note(f"{note}{lost_steps([config])}")
         raise
     except (LabError, PrivacySpecError):
-        raise  # what was asked for cannot be done
+        raise  # the request itself is invalid
     except PrivacyBudgetError as error:
         if run_state(folder) == "new":
-            raise  # no noise will do
+            raise  # no noise is enough
         raise RunFailedError(
             f"{config.key} ends before its last epoch: {error} The model after the last whole epoch is in "
             f"{folder / 'checkpoint.pt'}"
@@ -141,7 +141,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
 
 
 def check_data(config: "RunConfig") -> None:
-    """Refuse a folder for data that is not there."""
+    """Refuse a data folder that does not exist."""
     if config.data is not None and not Path(config.data).is_dir():
         raise InputError(f"data={config.data!r} is no folder. Fix: --data FOLDER, see `dpquant tasks`")
 
@@ -155,7 +155,7 @@ _STATES = {
 
 
 def lost_steps(configs: "Sequence[RunConfig]") -> str:
-    """What it costs to go on with such runs, as sentences with a space before them; empty where it costs nothing."""
+    """The cost of continuing such runs, as sentences with a leading space; empty if there is none."""
     charged = [config for config in configs if config.privacy == "dp" and not config.reproducible]
     if not charged:
         return ""
@@ -166,14 +166,14 @@ def lost_steps(configs: "Sequence[RunConfig]") -> str:
 
 
 def run_state(folder: Path) -> str:
-    """What is in a run folder: "done", "begun", "again" (spent, and lost) or "new"."""
+    """The state of a run folder: "done", "begun", "again" (spent, and lost) or "new"."""
     files = {"result.json": "done", "checkpoint.pt": "begun", "ledger.json": "again"}
     return next((state for name, state in files.items() if (folder / name).exists()), "new")
 
 
 @contextmanager
 def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[EpochRow], None]]":
-    """Prints a line for each epoch, above a bar where standard error is a terminal."""
+    """Print a line for each epoch, above a bar if standard error is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from dpquant_compile.cli.output import share
@@ -200,7 +200,7 @@ def _progress(config: "RunConfig", output: "Output") -> "Iterator[Callable[[Epoc
 
 
 def document(result: "RunResult", folder: Path) -> dict[str, Any]:
-    """A run's result as `--json` prints it, with the files of its folder that are for use."""
+    """A run's result for `--json`, with the useful files of its folder."""
     from dpquant_compile.lab.results import MODEL
 
     return {**result.to_json(), "folder": folder, "model": folder / MODEL}

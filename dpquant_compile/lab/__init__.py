@@ -1,4 +1,4 @@
-"""Experiments: named tasks, runs that resume, sweeps over grids, and reports of what came out."""
+"""Experiments: named tasks, resumable runs, sweeps over grids, and reports."""
 
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.results import EpochRow, RunResult, find_runs, read_run

@@ -1,8 +1,8 @@
-"""Reading `.npz` archives of small images that are stored without loss: predicted from their neighbours, then deflated.
+"""Read `.npz` archives of small images, compressed without loss: predicted from their neighbours, then deflated.
 
 Such a file holds `data` (deflated planes, end to end), `sizes` (of each), `shape` [N, H, W, C], `chunk` (images per
-plane) and `y` (labels). Colours are stored as G, R − G + 128, B − G + 128, each as the difference from a prediction
-by the pixels to the left, above, and above left: their median of (left, above, left + above − corner), modulo 256.
+plane) and `y` (labels). Colours are stored as G, R − G + 128, B − G + 128. Each is the difference, modulo 256, from a
+prediction: the median of (left, above, left + above − corner), where corner is the pixel above left.
 """
 
 import zlib
@@ -16,7 +16,7 @@ __all__ = ["read_archive"]
 
 
 def read_archive(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """uint8 images [N, H, W, C] and labels [N]; LabError for a file that is no such archive."""
+    """uint8 images [N, H, W, C] and labels [N]; LabError if the file is no such archive."""
     try:
         with np.load(path) as file:
             packed, sizes, labels = file["data"].tobytes(), file["sizes"], file["y"]
@@ -35,8 +35,8 @@ def read_archive(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _undo_prediction(stored: np.ndarray) -> np.ndarray:
-    """Pixels [C, N, H, W] from differences. A pixel needs those before it; all images go side by side."""
-    # Pixels first, so that each step reads and writes one piece of memory.
+    """Pixels [C, N, H, W] from differences. Each pixel depends on earlier ones; all images are decoded together."""
+    # Pixel dimensions first, so that each step reads and writes contiguous memory.
     image = np.ascontiguousarray(stored.transpose(2, 3, 0, 1)).astype(np.int16)
     for row in range(image.shape[0]):
         for column in range(image.shape[1]):

@@ -1,4 +1,4 @@
-"""Numbers as text, and tables of them, for the page and for Markdown alike."""
+"""Numbers as text, and tables of them, for the page and for Markdown."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ __all__ = [
 ]
 
 MISSING = "–"
-# Columns of a group that stay even where all groups agree, since no one can read the table without them.
+# Columns that stay even where all groups agree: the table is unreadable without them.
 _KEPT = ("budget", "scheduler")
 _COLUMNS = ("task", "privacy", "format", "budget", "scheduler", "estimator", "optimizer")
 
 
 def show_number(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
-    """A number with so many decimals, with a true minus sign and ∞; a dash for None and NaN."""
+    """A number with `digits` decimals, a true minus sign and ∞; a dash for None and NaN."""
     if value is None or math.isnan(value):
         return MISSING
     text = f"{value:{'+' if signed else ''}.{digits}f}"
@@ -37,7 +37,7 @@ def show_number(value: float | None, digits: int = 2, *, signed: bool = False) -
 
 
 def show_percent(stat: Stat, *, of: int | None = None) -> str:
-    """Mean ± standard deviation of fractions, in per cent; no ± for one run; `of` runs, if some have no number."""
+    """Mean ± standard deviation of fractions, in per cent; no ± for one run; names `of` if some runs have no number."""
     if stat.mean is None:
         return MISSING
     text = show_number(100 * stat.mean)
@@ -47,7 +47,7 @@ def show_percent(stat: Stat, *, of: int | None = None) -> str:
 
 
 def show_epsilon(stat: Stat) -> str:
-    """One ε where all runs agree to three decimals, else the range: ε is computed, and has no standard deviation."""
+    """One ε if all runs agree to three decimals, else the range: ε is computed, and has no standard deviation."""
     if not stat.values:
         return MISSING
     low, high = show_number(min(stat.values), 3), show_number(max(stat.values), 3)
@@ -55,7 +55,7 @@ def show_epsilon(stat: Stat) -> str:
 
 
 def show_delta(delta: float) -> str:
-    """A δ as one writes it: 1e-5."""
+    """A δ in short form: 1e-5."""
     return f"{delta:g}".replace("e-0", "e-")
 
 
@@ -65,7 +65,7 @@ def show_setting(field: str, value: Any) -> str:
 
 
 def show_settings(settings: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """Settings in a line: "task cnn-digits, format luq_fp4", without those that are not used."""
+    """Settings in one line: "task cnn-digits, format luq_fp4", without unused ones."""
     return ", ".join(f"{f} {show_setting(f, settings[f])}" for f in fields if settings[f] != NOT_USED)
 
 
@@ -80,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose first `labels` columns are names and whose others are numbers; `common` holds for all rows."""
+    """A table whose first `labels` columns are names and the others numbers; `common` holds for all rows."""
 
     header: tuple[str, ...]
     body: tuple[tuple[Cell, ...], ...]
@@ -90,9 +90,9 @@ class Table:
 
 
 def group_table(rows: Sequence[Row], columns: Mapping[str, Callable[[int], Cell]]) -> Table:
-    """The settings of each row, those on which all agree in `common`, then the columns, each by the row's index."""
+    """The settings of each row, then the columns, each by the row's index; settings that all rows share in `common`."""
     names = [*_COLUMNS, *(field for field in varying(rows) if field not in _COLUMNS)]
-    # Of the usual columns, one with dashes is shown too: it says which rows have no use for the field.
+    # A usual column with dashes is shown too: it says which rows do not use the field.
     differing = [f for f in names if f in _KEPT or len({row.settings[f] for row in rows}) > 1]
     settings = [tuple(Cell(show_setting(f, row.settings[f])) for f in differing) for row in rows]
     return Table(
@@ -158,7 +158,7 @@ def _points(fraction: float | None) -> str:
 
 
 def markdown_table(rows: Sequence[Row] | Sequence[Comparison] | Table, *, times: bool = False) -> str:
-    """A Markdown table of what `summarise` or `compare` gives, below a line with the settings that all rows share.
+    """A Markdown table of the result of `summarise` or `compare`, below a line with the settings that all rows share.
 
     `times` adds the wall times of runs: see `write_report`.
     """
@@ -179,9 +179,9 @@ def _line(texts: Sequence[str]) -> str:
 
 
 def html_table(table: Table, caption: str, *, name: str = "") -> str:
-    """The table in a frame that scrolls sideways, and can be scrolled by keyboard."""
+    """The table in a frame that scrolls sideways, also by keyboard."""
     kinds = [""] * table.labels + [_NUMBER] * (len(table.header) - table.labels)
-    names = [escape(text).replace("-", "\u2011") for text in table.header]  # 1e-5 is not to be broken
+    names = [escape(text).replace("-", "\u2011") for text in table.header]  # no line break inside 1e-5
     header = "".join(f'<th scope="col"{kind}>{name}</th>' for kind, name in zip(kinds, names, strict=True))
     body = []
     for i, cells in enumerate(table.body):

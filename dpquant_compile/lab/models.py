@@ -1,4 +1,4 @@
-"""Models of the tasks: small ones for a CPU, and the published ones with GroupNorm in the place of BatchNorm."""
+"""Models of the tasks: small ones for a CPU, and the published ones with GroupNorm in place of BatchNorm."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -74,10 +74,10 @@ class SmallNet(nn.Module):
 
 
 def from_torchvision(name: str, classes: int, *, pretrained: bool, folder: Path | None = None) -> nn.Module:
-    """A model of torchvision with a classifier of its own and GroupNorm; pretrained weights where asked for.
+    """A torchvision model with a new classifier and GroupNorm; pretrained weights if requested.
 
-    Those are ImageNet's, over the network or from torch's own cache folder; but if `folder` has a file NAME_….pth, they
-    are its.
+    They come from a file NAME_….pth in `folder` if there is one; else they are ImageNet's, from the network or from
+    torch's cache folder.
     """
     models = torchvision_compat.models()
     local = sorted(folder.glob(f"{name}_*.pth")) if pretrained and folder is not None else []
@@ -88,7 +88,7 @@ def from_torchvision(name: str, classes: int, *, pretrained: bool, folder: Path 
             net = models.get_model(name, weights="IMAGENET1K_V1" if pretrained else None)
         except OSError as error:  # urllib's errors are OSErrors
             raise LabError(
-                f"the ImageNet weights of {name} are not to be had: {error}. Fix: connect to the network once, put the "
+                f"the ImageNet weights of {name} are not available: {error}. Fix: connect to the network once, put the "
                 "file into the folder that torch.hub.get_dir() names, under checkpoints/, or give --data FOLDER with "
                 f"weights in a file {name}_….pth"
             ) from error
@@ -108,10 +108,10 @@ def _from_file(models: Any, name: str, path: Path) -> Any:
         state = torch.load(path, weights_only=True, map_location="cpu")
         heads = [value for value in state.values() if value.dim() == 2]
         net = models.get_model(name, num_classes=heads[-1].shape[0])
-        net.load_state_dict(state)  # which casts
+        net.load_state_dict(state)  # casts to the model's dtype
         if "stem1" in path.name:
             net.conv1.stride = (1, 1)
-    except Exception as error:  # whatever a file may hold
+    except Exception as error:  # a file may hold anything
         raise LabError(f"{path} does not hold the weights of {name}: {error}. Fix: another file, or none") from error
     return net
 
@@ -135,8 +135,8 @@ class PairClassifier(nn.Module):
 
 
 def bert(source: str | Path, classes: int, *, trained_layers: int) -> PairClassifier:
-    """A pretrained BERT from the hub, or from a local folder, with all frozen but its last `trained_layers` layers."""
-    torchvision_compat.models()  # before transformers, which imports torchvision where it is installed
+    """A pretrained BERT from the hub or from a local folder, frozen except for its last `trained_layers` layers."""
+    torchvision_compat.models()  # before transformers, which imports torchvision if it is installed
     auto = _transformers("AutoModel")
     try:
         encoder: Any = auto.from_pretrained(str(source), add_pooling_layer=False, attn_implementation="eager")
@@ -163,19 +163,19 @@ def _transformers(name: str) -> Any:
 
 
 def tokenizer(source: str | Path) -> Callable[..., Any]:
-    """The tokenizer that belongs to a pretrained model."""
+    """The tokenizer of a pretrained model."""
     auto = _transformers("AutoTokenizer")
     made: Callable[..., Any] = auto.from_pretrained(str(source))
     return made
 
 
 def parameters(model: nn.Module) -> int:
-    """How many numbers a model trains."""
+    """The number of trainable parameters of a model."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose first weights follow from `seed`, with torch's own generator left as it was."""
+    """A model whose initial weights depend on `seed`; torch's own generator is left unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()

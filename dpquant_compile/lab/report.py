@@ -1,4 +1,4 @@
-"""`write_report`: what runs came to, as one HTML page that needs nothing else, no network."""
+"""`write_report`: the results of runs as one HTML page that works without a network."""
 
 import base64
 import math
@@ -53,9 +53,9 @@ def write_report(
 ) -> Path:
     """Write the page to `path` and return it. `graph` is the drawing of the model, from `graph_view().to_svg()`.
 
-    `times` shows how long runs took. No runs, or a graph that is no SVG document, raise LabError.
+    `times` shows how long runs took. Raises LabError without runs, or if the graph is no SVG document.
 
-    Guarantee: without `times` the page holds settings, ε, noised scores and what follows from them, and accuracies on
+    Guarantee: without `times` the page holds settings, ε, noised scores and values derived from them, and accuracies on
     test data. Wall times depend on the batches that were drawn, and ε does not cover them.
     """
     rows = summarise(runs)
@@ -103,7 +103,7 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
 
 
 def _randomness(runs: Sequence[RunResult]) -> str:
-    """Where the randomness of private runs came from, on which their ε rests; empty where no run is private."""
+    """The source of randomness of private runs, on which their ε depends; empty if no run is private."""
     private = [run for run in runs if run.epsilon is not None]
     known = [run for run in private if run.config.reproducible]
     system = "noise, batches and rounding came from the operating system's entropy"
@@ -146,7 +146,7 @@ def _many(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
 
 
 def _panels(rows: Sequence[Row]) -> str:
-    """A pair of charts for each setting in which there is more than one point to compare."""
+    """Two charts for each setting that has more than one point to compare."""
     drawn = [panel for panel in panels(rows) if len(panel.rows) > 1]
     names = dict.fromkeys(series_name(row, rows) for panel in drawn for row in panel.rows)
     colours = {name: i for i, name in enumerate(names)}
@@ -279,7 +279,7 @@ def _run_table(runs: Sequence[RunResult], times: bool) -> Table:
 
 
 def _graph(graph: str) -> str:
-    """The drawing as an image: its style cannot reach the page, nor could a script in it run."""
+    """The drawing as an image: its style cannot affect the page, and a script in it cannot run."""
     try:
         root = ElementTree.fromstring(graph)
     except ElementTree.ParseError as error:

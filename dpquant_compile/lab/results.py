@@ -1,4 +1,4 @@
-"""Run folders: what a run leaves behind, and how it is read back."""
+"""Run folders: the results of a run, written and read."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ MODEL = "model.pt"
 
 @dataclass(frozen=True)
 class EpochRow:
-    """One epoch: accuracy on test data in full and in low precision, ε so far, and the sites that were low."""
+    """One epoch: accuracy on test data in full and in low precision, ε so far, and the sites in low precision."""
 
     epoch: int
     accuracy: float
@@ -32,7 +32,7 @@ class EpochRow:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run. `epsilon` is None where the run was not private; `seconds` are by what they were spent on.
+    """A finished run. `epsilon` is None if the run was not private; `seconds` are by stage.
 
     epsilons holds the ε of each purpose by itself; they do not add up to `epsilon`.
     """
@@ -57,12 +57,12 @@ class RunResult:
         return tuple(row.policy for row in self.epochs)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """The contents of the file."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunResult":
-        """From what stands in the file. Results up to version 2 name the task `recipe`, and are refused."""
+        """From the contents of the file. Results up to version 2 name the task `recipe`, and are refused."""
         known = dict(values)
         if (version := known.pop("version", None)) != VERSION:
             raise LabError(
@@ -76,12 +76,12 @@ class RunResult:
 
 
 def write_run(result: RunResult, folder: Path) -> None:
-    """Write `result.json`, whole or not at all: a folder that has it is a run that is done."""
+    """Write `result.json` atomically: a folder that has it holds a finished run."""
     write_json(folder / RESULT, result.to_json())
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file atomically."""
     text = json.dumps(values, indent=1)
     write_whole(path, lambda file: file.write(text.encode()))
 

@@ -1,4 +1,4 @@
-"""The part of a report that is about one run: its epochs, what it spent, its schedule, and how to repeat it."""
+"""The section of a report on one run: its epochs, its spends, its schedule, and how to repeat it."""
 
 import dataclasses
 import json
@@ -14,12 +14,12 @@ from dpquant_compile.lab.results import RunResult
 
 __all__ = ["command", "legend", "run_section"]
 
-# Said in every command, even where they are the defaults.
+# Part of every command, even where they are the defaults.
 _SAID = ("seed", "budget", "scheduler")
 
 
 def command(config: RunConfig) -> str:
-    """The command line of a run, which repeats one that is reproducible; the data's folder is left to the reader."""
+    """The command line of a run, which repeats it if it is reproducible; without the data's folder."""
     words = ["dpquant", "train", config.task]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -32,7 +32,7 @@ def command(config: RunConfig) -> str:
 
 
 def legend(names: Sequence[tuple[str, str]]) -> str:
-    """A line of signs with their names; each sign is SVG content around the origin."""
+    """A line of markers with their names; each marker is SVG content around the origin."""
     items = "".join(
         f'<li><svg class="sign" viewBox="-10 -7 20 14" aria-hidden="true">{sign}</svg>{escape(name)}</li>'
         for name, sign in names
@@ -41,7 +41,7 @@ def legend(names: Sequence[tuple[str, str]]) -> str:
 
 
 def run_section(run: RunResult, level: int = 3, *, times: bool = False) -> str:
-    """All about one run, with headings of this level. It holds no ids, so that a page may hold many.
+    """All about one run, with headings of this level. It contains no ids, so that a page may hold many.
 
     `times` shows how long it took: see `write_report`.
     """
@@ -131,7 +131,7 @@ def _purposes(run: RunResult) -> str:
 def _schedule(run: RunResult) -> str:
     if not any(row.policy for row in run.epochs):
         return "<p>Every site ran in full precision in every epoch.</p>"
-    # A schedule that draws nothing holds chances all the same, and one that measured nothing holds scores of zero.
+    # A schedule that draws nothing still holds probabilities, and one without measurements holds scores of zero.
     chances = run.probabilities if run.config.scheduler in ("dpquant", "pls") else {}
     scores = run.scores if "analysis" in run.epsilons else {}
     most = max((p for p in chances.values() if math.isfinite(p)), default=0.0)

@@ -1,4 +1,4 @@
-"""Sweeps: a grid of runs in parallel processes. What is done is skipped, so a sweep that was stopped goes on."""
+"""Sweeps: a grid of runs in parallel processes. Finished runs are skipped, so a sweep that was stopped can continue."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ __all__ = ["SweepEvent", "expand", "read_grid", "sweep"]
 
 @dataclass(frozen=True)
 class SweepEvent:
-    """A run of a sweep that is over: "done", "skipped" since it was done before, or "failed" with a message."""
+    """A run of a sweep has ended: "done", "skipped" since it was done before, or "failed" with a message."""
 
     config: RunConfig
     folder: Path
@@ -49,7 +49,7 @@ def expand(grid: Mapping[str, Any]) -> list[RunConfig]:
     """The runs of a grid, each once.
 
     `base` holds fields that all runs share; each table of `grids` is a product: a field with a list takes each of its
-    values. `zip` in such a table names fields whose lists go side by side instead.
+    values. `zip` in such a table names fields whose lists are paired instead.
 
     >>> [c.seed for c in expand({"base": {"task": "cnn-digits"}, "grids": [{"seed": [0, 1]}]})]
     [0, 1]
@@ -87,10 +87,10 @@ def sweep(
     threads: int = 1,
     on_done: Callable[[SweepEvent], None] = lambda event: None,
 ) -> list[RunResult]:
-    """Run each configuration in `out/<key>`, `workers` at a time; the results of all that succeeded.
+    """Run each configuration in `out/<key>`, `workers` at a time; returns the results of all that succeeded.
 
     Each worker is one process with `threads` threads, and keeps what it has compiled, so runs that differ in budget,
-    scheduler or seed compile once per worker. A run that fails is told by `on_done`, and does not stop the others.
+    scheduler or seed compile once per worker. A failed run is reported by `on_done`, and does not stop the others.
     """
     if workers < 1 or threads < 1:
         raise LabError(f"workers={workers}, threads={threads}: give at least 1 of each")
@@ -105,7 +105,7 @@ def sweep(
             waiting.append(config)
     waiting.sort(
         key=lambda c: (c.task, c.format, c.quantize_outputs, c.physical or 0)
-    )  # a stable sort: neighbours share
+    )  # a stable sort: neighbours share programs
     context = multiprocessing.get_context("spawn")
     count = min(workers, len(waiting)) or 1
     with ProcessPoolExecutor(count, context, initializer=_end_with_parent) as pool:
@@ -129,12 +129,12 @@ def _event(future: "Future[tuple[float, str]]", config: RunConfig, folder: Path)
     try:
         seconds, message = future.result()
     except BrokenProcessPool:
-        return SweepEvent(config, folder, "failed", 0.0, "its process died, for want of memory perhaps; sweep again")
+        return SweepEvent(config, folder, "failed", 0.0, "its process died, perhaps out of memory; sweep again")
     return SweepEvent(config, folder, "failed" if message else "done", seconds, message)
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the sweep is killed, or its runs would go on beside those of the next sweep."""
+    """In a worker: end when the sweep is killed; else its runs would continue beside those of the next sweep."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -146,7 +146,7 @@ def _end_with_parent() -> None:
 
 
 def _work(config: RunConfig, folder: Path, threads: int) -> tuple[float, str]:
-    """In a worker: one run. Its time, and what went wrong; exceptions would not all survive the way back."""
+    """In a worker: one run. Returns its time and its error as text, since not all exceptions can be pickled."""
     from dpquant_compile.lab.train import train
 
     begun = time.perf_counter()

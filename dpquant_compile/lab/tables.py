@@ -1,4 +1,4 @@
-"""What runs say together: means over seeds, differences from static subsets, Pareto fronts.
+"""Summaries of runs: means over seeds, differences from static subsets, Pareto fronts.
 
 Every number of a report comes from here, so that the page, the documents and the tests read the same ones.
 """
@@ -35,18 +35,18 @@ __all__ = [
 Evaluation = Literal["accuracy", "accuracy_low"]
 EVALUATIONS: tuple[Evaluation, ...] = ("accuracy", "accuracy_low")
 
-# Fields that tell repetitions of one experiment apart (which seed, which random subset), and where its data lay.
+# Fields that distinguish repetitions of one experiment (seed, random subset), and the location of its data.
 _REPEATED = frozenset({"seed", "static_seed", "data"})
 # Fields that only a schedule with analyses reads.
 ANALYSIS = (
     "estimator", "beta", "ema", "normalise", "n_interval", "n_sample", "sigma_measure", "clip_measure", "repetitions",
 )  # fmt: skip
-# Fields that never follow from the task.
+# Fields that never depend on the task.
 _NO_TASK_SETS = ("task", "reproducible")
-# Stands for the value of a field that a run does not read.
+# The value of a field that a run does not read.
 NOT_USED = "–"
 
-_SCHEDULERS = ("static", "pls", "greedy", "dpquant")  # from the least to the most that a schedule knows
+_SCHEDULERS = ("static", "pls", "greedy", "dpquant")  # in the order of how much a schedule knows
 _FIRST = ("task", "privacy", "format", "optimizer")
 _LAST = ("budget", "scheduler", *ANALYSIS)
 
@@ -88,7 +88,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ in nothing but the seed, and for static subsets in which subset it is.
+    """Runs that differ only in the seed and, for static subsets, in the subset.
 
     `settings` holds the fields of their configuration, with `NOT_USED` for those that such a run does not read.
     """
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def epsilon(self) -> Stat:
-        """The total ε; of no values where the runs are not private."""
+        """The total ε; without values if the runs are not private."""
         return Stat.of(run.epsilon for run in self.runs)
 
     def epsilon_of(self, purpose: str) -> Stat:
@@ -136,11 +136,11 @@ class Row:
 
 
 def summarise(runs: Sequence[RunResult]) -> list[Row]:
-    """The runs in groups of equal configuration but for the seed, in a stable order.
+    """The runs in groups whose configurations differ only in the seed, in a stable order.
 
-    A run counts once, however often it is given. So do runs that differ only in what they do not read, such as two of
-    one seed in full precision with different formats: the first by name counts. Two results of one run that differ
-    raise LabError, since one of them must be wrong or out of date.
+    A run counts once, however often it is given. So do runs that differ only in fields that they do not read, such as
+    two of one seed in full precision with different formats: the first by name counts. Two results of one run that
+    differ raise LabError, since one of them must be wrong or out of date.
     """
     if not runs:
         raise LabError("there is no finished run to report. Fix: give folders that hold a result.json, or ones above")
@@ -164,7 +164,7 @@ def summarise(runs: Sequence[RunResult]) -> list[Row]:
 def varying(rows: Sequence[Row]) -> list[str]:
     """The fields in which the rows differ, in the order to show them.
 
-    A row that does not read a field does not differ in it; what differs between tasks alone follows from the task.
+    A row that does not read a field does not differ in it; a field that differs only between tasks is left out.
     """
     fields = [*_FIRST, *(f for f in rows[0].settings if f not in _FIRST + _LAST), *_LAST] if rows else []
     seen: dict[str, dict[str, set[Any]]] = {field: {} for field in fields}
@@ -203,7 +203,7 @@ def _order(row: Row) -> list[tuple[float, str]]:
 
 
 def series_name(row: Row, rows: Sequence[Row]) -> str:
-    """What tells a row's schedule from those of `rows`: "dpquant, paper", or "dpquant, per_sample, beta 4"."""
+    """A name that distinguishes a row's schedule in `rows`: "dpquant, paper", or "dpquant, per_sample, beta 4"."""
     scheduler, budget = row.settings["scheduler"], row.settings["budget"]
     if scheduler == NOT_USED:
         return "full precision" if budget == 0 else "all sites"
@@ -213,7 +213,7 @@ def series_name(row: Row, rows: Sequence[Row]) -> str:
 
 
 def show_value(value: Any) -> str:
-    """The value of a setting as text; None is what the task or the scheduler takes by itself."""
+    """The value of a setting as text; None means the default of the task or the scheduler."""
     if value is None:
         return "default"
     if isinstance(value, bool):
@@ -222,7 +222,7 @@ def show_value(value: Any) -> str:
 
 
 def _context(row: Row) -> dict[str, Any]:
-    """All that a comparison of schedules holds equal: every setting but those of the schedule."""
+    """All settings that are equal in a comparison of schedules: every one except those of the schedule."""
     return {k: v for k, v in row.settings.items() if k not in ("scheduler", *ANALYSIS)}
 
 
@@ -250,7 +250,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
-    """Each scheduled row for which there are static runs that differ in the schedule alone."""
+    """Each scheduled row for which there are static runs that differ only in the schedule."""
     static = {tuple(_context(row).items()): row for row in rows if row.settings["scheduler"] == "static"}
     found = []
     for row in rows:
@@ -279,7 +279,7 @@ def _by_seed(row: Row, evaluation: Evaluation) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows that differ in budget and schedule alone: what one chart of accuracy against budget shows.
+    """Rows that differ only in budget and schedule: one chart of accuracy against budget.
 
     `baseline` are the rows in full precision of the same setting.
     """
@@ -312,7 +312,7 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[int]:
-    """The indices of the points that no other one equals or passes in both coordinates, by the first coordinate.
+    """The indices of the points that no other point equals or exceeds in both coordinates, by the first coordinate.
 
     >>> non_dominated([(0.5, 0.9), (0.75, 0.8), (0.75, 0.7), (0.9, 0.8)])
     [0, 3]
@@ -328,9 +328,9 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[int]:
 def fronts(panel: Panel, evaluation: Evaluation) -> dict[str, list[tuple[float, float]]]:
     """The empirical Pareto fronts of a panel, as points (budget, accuracy).
 
-    "static" and "scheduled" are of means over seeds; rows with all sites in low precision belong to both. "best static"
-    is of single static runs, as the paper draws it: the best of several by their test accuracy, which no one could
-    have chosen in advance.
+    "static" and "scheduled" use means over seeds; rows with all sites in low precision belong to both. "best static"
+    uses single static runs, as in the paper: the best of several by test accuracy, which nobody could have chosen in
+    advance.
     """
     points: dict[str, list[tuple[float, float]]] = {"static": [], "scheduled": [], "best static": []}
     for row in panel.rows:

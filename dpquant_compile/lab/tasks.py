@@ -19,15 +19,15 @@ __all__ = ["Task", "get_task", "register_task", "task_names"]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What `dpquant train NAME` trains. Equal to itself alone, so that it can be the key of what was made of it.
+    """What `dpquant train NAME` trains. Compared by identity, so that it can be a cache key.
 
-    model     builds the model; it is given the folder with the data, where a local copy of weights may lie
-    data      reads the data from a folder; None is the network, or a package
+    model     builds the model, from the folder with the data, which may hold a local copy of weights
+    data      reads the data from a folder; None means the network, or a package
     needs     what the folder must hold, in words
-    defaults  fields of `RunConfig` that are not given; `lr_adam` is the learning rate of Adam and AdamW
-    sample    sizes of one input; it holds token ids where the kind is "text", else floats
+    defaults  values for fields of `RunConfig` that are not given; `lr_adam` is the learning rate of Adam and AdamW
+    sample    sizes of one input; it holds token ids if the kind is "text", else floats
     small     whether it finishes within minutes on two cores
-    inner     how programs are compiled: Inductor pays where a run takes longer than a minute
+    inner     how programs are compiled: Inductor pays off if a run takes longer than a minute
     """
 
     name: str
@@ -51,7 +51,7 @@ _TASKS: dict[str, Task] = {}
 
 
 def register_task(task: Task) -> Task:
-    """Add a task; a name that is taken is refused."""
+    """Add a task; a duplicate name is refused."""
     if task.name in _TASKS:
         raise LabError(f"there is a task {task.name!r} already: choose another name")
     _TASKS[task.name] = task

@@ -1,4 +1,4 @@
-"""`train`: one run of a task, from a configuration to a run folder; what was interrupted goes on where it was."""
+"""`train`: one run of a task, from a configuration to a run folder; an interrupted run continues."""
 
 import json
 import math
@@ -48,12 +48,11 @@ def train(
     """Run `config` in `folder`, or the rest of it if it was interrupted; a finished run is only read.
 
     The folder holds config.json, log.jsonl, ledger.json, checkpoint.pt after every epoch and, at the end, model.pt (the
-    state_dict) and result.json.
-    A folder that belongs to another configuration is refused. `progress` is told of every epoch when it is over.
+    state_dict) and result.json. A folder of another configuration is refused. `progress` is called after every epoch.
 
-    Guarantee: a run that goes on makes the steps since its last checkpoint again, with new randomness, and the ledger
-    counts both; so a run with a target ε may end before its last epoch, with PrivacyBudgetError. A reproducible run
-    repeats those steps bit for bit, and they count once.
+    Guarantee: a resumed run makes the steps since its last checkpoint again with new randomness, and the ledger counts
+    both; so a run with a target ε may end before its last epoch, with PrivacyBudgetError. A reproducible run repeats
+    those steps bit for bit, and they count once.
     """
     config = config.resolved()
     if (folder / RESULT).is_file():
@@ -70,11 +69,11 @@ def train(
                 progress(row)
         return run.finish()
     finally:
-        run.engine.close()  # a sweep may come back to this folder, in this process or another
+        run.engine.close()  # a sweep may use this folder again, in this process or another
 
 
 class Run:
-    """A run that is under way: the private objects, the clock, and the epochs so far."""
+    """A run in progress: the private objects, the clock, and the epochs so far."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
@@ -92,7 +91,7 @@ class Run:
                 stacklevel=2,
             )
         noise = _noise(config, size) if private else 0.0
-        self._claim()  # by now the data are there and a target can be kept: bad input leaves no folder behind
+        self._claim()  # after all checks of data and target: bad input leaves no folder behind
         torch.manual_seed(config.seed)
         self.model = _fresh(config)
         self.engine = PrivacyEngine(
@@ -108,7 +107,7 @@ class Run:
             raise
 
     def _begin(self, noise: float) -> None:
-        """Make everything private, and go on from the last checkpoint."""
+        """Make everything private, and continue from the last checkpoint."""
         config = self.config
         assert config.max_grad_norm is not None and config.batch_size is not None  # tasks say which
         parts: Any = self.engine.make_private(
@@ -152,7 +151,7 @@ class Run:
         last, private = self.rows[-1], self.config.privacy == "dp"
         result = RunResult(
             key=self.config.key,
-            config=replace(self.config, data=None),  # where the data lie is nobody's business
+            config=replace(self.config, data=None),  # a result must not reveal the location of the data
             sites=tuple(self.model.sites.names),
             delta=self._delta,
             epochs=tuple(self.rows),
@@ -175,7 +174,7 @@ class Run:
         return self.config.delta
 
     def _claim(self) -> None:
-        """Make the folder this run's; refuse one that is another's."""
+        """Claim the folder for this run; refuse one that belongs to another."""
         path, own = self.folder / "config.json", {**self.config.to_json(), "data": None}
         self.folder.mkdir(parents=True, exist_ok=True)
         if path.is_file():
@@ -230,7 +229,7 @@ class Run:
     def _accuracy(self, policy: "str | tuple[str, ...]") -> float:
         """The share of right answers on the test data, with these sites in low precision.
 
-        Low precision is what train() runs; the models of the tasks have no dropout or the like, that train() changes.
+        Low precision runs in train(); the tasks' models have no dropout or other layers that depend on the mode.
         """
         own = tuple(self.model.policy)
         self.model.train(policy != "none")
@@ -258,7 +257,7 @@ class Run:
         )
 
     def _resume(self) -> None:
-        """Go on from the last checkpoint; the first is made before the first batch, so that there always is one."""
+        """Continue from the last checkpoint; the first is written before the first batch, so there always is one."""
         path = self.folder / "checkpoint.pt"
         if not path.is_file():
             self._save()
@@ -278,7 +277,7 @@ def _data(task: Task, folder: str | None) -> Split:
 
 @lru_cache(maxsize=2)
 def _compiled(task: Task, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
-    """A task's model, compiled; the runs of one process share it, since a second run finds its programs ready."""
+    """A task's compiled model; the runs of one process share it, and so reuse its compiled programs."""
     model = task.model(None if folder is None else Path(folder))
     example = _data(task, folder).train_x[:2]
     return compile_model(
@@ -292,17 +291,17 @@ def _compiled(task: Task, folder: str | None, number_format: str, outputs: str) 
 
 
 def _fresh(config: RunConfig) -> CompiledModule:
-    """The compiled model as a run of this seed begins. Its rounding in training follows the engine's secret."""
+    """The compiled model at the start of a run of this seed. Training rounds by the engine's secret."""
     model = _compiled(get_task(config.task), config.data, config.format, config.quantize_outputs)
     folder = None if config.data is None else Path(config.data)
     model.load_state_dict(seeded(partial(get_task(config.task).model, folder), config.seed).state_dict())
-    # An evaluation in low precision draws public bits by step; runs that begin this far apart never use the same.
+    # An evaluation in low precision draws public bits by step; runs with starts this far apart share no step.
     model.step = config.seed << 24
     return model
 
 
 def _generator(config: RunConfig, seed: int) -> torch.Generator | None:
-    """The generator of this seed for a reproducible run. Any other run has none: its engine asks the system."""
+    """The generator of this seed for a reproducible run. Any other run has none: its engine uses system entropy."""
     return torch.Generator().manual_seed(seed) if config.reproducible else None
 
 
@@ -340,4 +339,4 @@ def _noise(config: RunConfig, size: int) -> float:
     ).noise_multiplier
 
 
-_plan = lru_cache(plan)  # the runs of a sweep ask for the same few plans, and each takes seconds
+_plan = lru_cache(plan)  # the runs of a sweep use the same few plans, and each takes seconds

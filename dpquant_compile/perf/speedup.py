@@ -1,12 +1,12 @@
-"""The performance model: what low precision makes of the time that private training takes.
+"""The performance model: how low precision changes the time of private training.
 
     T = T_analysis + (1 − p + p/s) · (T_train − T_overhead) + T_overhead
 
-p is the share of the quantizable work that is in low precision, s how many times faster low precision does it. The
-overhead is what low precision does not help; the paper counts noise, the optimizer's own work and everything else.
+p is the share of the quantizable work in low precision; s is how many times faster low precision runs it. The overhead
+is the time that low precision does not reduce; the paper counts noise, the optimizer's own work and everything else.
 
-Every figure is of one of two kinds. *Measured* ones come from runs on the device that they name. *Projected* ones say
-what an accelerator would do that nobody ran, and name it wherever they are printed. The two are never added up.
+Every figure is of one of two kinds. *Measured* figures come from runs on the device that they name. *Projected* figures
+are for an accelerator on which nobody ran, and name it wherever they are printed. The two are never added up.
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ["STAGES", "Accelerator", "Speedup", "StageTimes", "TotalTimes", "esti
 
 Kind = Literal["measured", "projected"]
 
-# The stages of a step, and how much of each the paper takes to gain by low precision.
+# The stages of a step, and the share of each that the paper assumes to gain by low precision.
 PAPER_SHARES = {
     "forward": 1.0,
     "backward": 1.0,
@@ -69,7 +69,7 @@ def _check_factor(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Hardware that a figure is projected for.
+    """Hardware for which a figure is projected.
 
     name     what it is called wherever a projection is printed
     speedup  how many times faster its low precision is than the precision that was profiled
@@ -106,7 +106,7 @@ class _Profile:
             _check_seconds(f"{type(self).__name__}.{name}", value)
 
     def __add__(self, other: Self) -> Self:
-        """Both stretches together; PrivacySpecError unless they are of one kind and device."""
+        """Both stretches together; PrivacySpecError unless they have the same kind and device."""
         if type(other) is not type(self):
             return NotImplemented
         if (self.kind, self.device) != (other.kind, other.device):
@@ -148,9 +148,9 @@ class StageTimes(_Profile):
         return math.fsum(self._seconds().values())
 
     def overhead(self, shares: Mapping[str, float] | None = None) -> float:
-        """Seconds that low precision does not help.
+        """Seconds that low precision does not reduce.
 
-        `shares` says which part of a stage it does help, 0 to 1; stages that are not in it are as in the paper.
+        `shares` gives the part of a stage that it reduces, 0 to 1; stages that are not in it are as in the paper.
         """
         given = dict(shares or {})
         unknown = sorted(set(given) - set(STAGES))
@@ -169,7 +169,7 @@ class StageTimes(_Profile):
 
 @dataclass(frozen=True)
 class TotalTimes(_Profile):
-    """Seconds of a stretch of training, and how many of them low precision does not help."""
+    """Seconds of a stretch of training, and how many of them low precision does not reduce."""
 
     total: float
     overhead: float
@@ -185,7 +185,7 @@ class TotalTimes(_Profile):
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """What the model says of a stretch of training: `before` seconds become `after` on `device`.
+    """The model's result for a stretch of training: `before` seconds become `after` on `device`.
 
     p, factor  the share of quantizable work in low precision, and how many times faster it is there
     source     where the factor comes from
@@ -232,10 +232,10 @@ def estimate_speedup(
 
     profile      times of training in the baseline precision: by stage, or a total and its overhead
     p            0 to 1, of the work and not of the layers: a large layer counts for more than a small one
-    accelerator  what to project for; a measured profile gives a projected figure then
+    accelerator  what to project for; a measured profile then gives a projected figure
     factor       how much faster low precision was measured to be on the profile's own device; the figure stays measured
     analysis     seconds that the scheduler's analyses add to the profiled stretch of training, on the same device
-    shares       per stage, which part gains by low precision; the rest is as the paper has it
+    shares       per stage, which part gains by low precision; other stages are as in the paper
 
     Without `accelerator` and `factor` the figure is projected for the accelerator of the paper, which is 4 times
     faster: an assumption cannot make a measured figure.
@@ -258,7 +258,7 @@ def estimate_speedup(
             f"profile is a {type(profile).__name__}: give a StageTimes, or TotalTimes(total, overhead)"
         )
     kind, device, speed, source = _origin_of(profile, accelerator, factor)
-    # The formula of the head of this file, in a form that is exact at p = 0.
+    # The formula at the top of this file, in a form that is exact at p = 0.
     after = analysis + profile.total - p * (1 - 1 / speed) * (profile.total - overhead)
     return Speedup(before=profile.total, after=after, kind=kind, device=device, p=p, factor=speed, source=source)
 

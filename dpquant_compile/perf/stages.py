@@ -1,4 +1,4 @@
-"""Measuring the stages of a private training step, for the performance model in `dpquant_compile.perf.speedup`."""
+"""Measure the stages of a private training step, for the performance model in `dpquant_compile.perf.speedup`."""
 
 import functools
 import platform
@@ -18,7 +18,7 @@ from dpquant_compile.privacy.engine import PrivacyEngine
 
 __all__ = ["measure_stages"]
 
-_RANGE = "dpquant_compile.stages::"  # begins the names of stages in a profile
+_RANGE = "dpquant_compile.stages::"  # prefix of the names of stages in a profile
 _CLIPPING = ("dpquant::sample_norms", "dpquant::sample_grads", "dpquant::sample_factors")
 
 
@@ -32,17 +32,17 @@ def measure_stages(
 ) -> StageTimes:
     """Seconds of each stage of `step`, one private training step on the CPU, measured here.
 
-    step     takes one logical batch all the way: every micro-batch forward and backward, and optimizer.step()
+    step     runs one whole logical batch: every micro-batch forward and backward, and optimizer.step()
     engine   the engine whose model, criterion and optimizer the step uses
-    repeats  how often the step runs by the clock, and in turn with that under torch.profiler
+    repeats  how often the step runs by the clock, alternating with as many runs under torch.profiler
     warmup   steps before that: the first one compiles
     device   what to call this machine; by default its architecture and torch's number of threads
 
     The result is the step of median time (the quicker of two in the middle), so its stages add up to what a step takes.
-    Times are the clock's, since a profiler slows a step down, and most where operators are small. The profiler only
-    divides backward: clip is what runs as an operator of its own inside the compiled program, norms and gradients by
-    sample. What Inductor has fused with the backward (clip factors, norms of biases and norm layers) stays there.
-    Forward is the model with all that prepares its inputs, and the engine's criterion; another loss is in `other`.
+    Times are the clock's, since a profiler slows a step down, most where operators are small. The profiler only divides
+    backward: clip is what runs as a separate operator inside the compiled program, per-sample norms and gradients. What
+    Inductor has fused with the backward (clip factors, norms of biases and norm layers) stays there. Forward is the
+    model with the preparation of its inputs, and the engine's criterion; another loss is in `other`.
 
     Each of the `warmup` + 2 · `repeats` steps trains the model and is in the ledger: measure with an engine and data
     that are not those of a run to be released. While this runs, no other thread may train.
@@ -65,7 +65,7 @@ def measure_stages(
 
 
 class _Clock:
-    """Charges the time that passes to the innermost stage that is open: none is counted twice or left out."""
+    """Charges the time that passes to the innermost open stage: none is counted twice or left out."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, Any] = dict.fromkeys(STAGES, 0.0)
@@ -81,7 +81,7 @@ class _Clock:
             self.switch(outer)
 
     def switch(self, stage: str) -> str:
-        """Go on in `stage`; what was open comes back."""
+        """Switch to `stage`; returns the stage that was open."""
         now = time.perf_counter()
         self.seconds[self._stage] += now - self._since
         self.seen.add(stage)
@@ -125,7 +125,7 @@ def _profiled(step: Callable[[], object], engine: PrivacyEngine) -> tuple[float,
 
 @contextmanager
 def _parts(engine: PrivacyEngine, around: Callable[[str], AbstractContextManager[object]]) -> Iterator[None]:
-    """Put `around(stage)` around the parts of a step, for as long as this is open."""
+    """Wrap the parts of a step in `around(stage)`, inside the block."""
     run = engine.run
     parts: list[tuple[Any, str, str]] = [
         (run.session, "run", "forward"),
@@ -140,7 +140,7 @@ def _parts(engine: PrivacyEngine, around: Callable[[str], AbstractContextManager
         parts.append((run.criterion, "forward", "forward"))
     with ExitStack() as stack:
         for owner, name, stage in parts:
-            # Not only modules have it themselves: a learning rate scheduler puts a wrapper around an optimizer's step.
+            # Not only modules have their own: a learning rate scheduler wraps an optimizer's step.
             before = vars(owner).get(name)
             restore = (delattr, owner, name) if before is None else (setattr, owner, name, before)
             setattr(owner, name, _within(functools.partial(around, stage), getattr(owner, name)))

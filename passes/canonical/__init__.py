@@ -1,1 +1,1 @@
-"""Passes that write a captured graph in one form, and mark its sites."""
+"""Passes that bring a captured graph into canonical form, and mark its sites."""

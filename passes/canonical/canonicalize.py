@@ -1,4 +1,4 @@
-"""Pass: one spelling for every conv and every linear."""
+"""Pass: one form for every conv and every linear."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def _tuple(value: Any, rank: int) -> Any:
 
 
 def _resolve_padding(gm: fx.GraphModule, node: fx.Node, bound: dict[str, Any], rank: int) -> None:
-    """ "valid" is no padding; "same" is symmetric padding, and an `F.pad` where the kernel is even."""
+    """ "valid" is no padding; "same" is symmetric padding, or an `F.pad` where the kernel is even."""
     if bound["padding"] == "valid":
         bound["padding"] = 0
         return

@@ -25,7 +25,7 @@ _MODULE_TENSORS = "in_proj_weight in_proj_bias q_proj_weight k_proj_weight v_pro
 
 @dataclass(frozen=True)
 class _Attention:
-    """What is fixed when the graph is captured."""
+    """The constants of one attention call, fixed at capture."""
 
     owner: str
     heads: int
@@ -62,7 +62,7 @@ def _is_attention(gm: fx.GraphModule, node: fx.Node) -> bool:
         return isinstance(module, nn.MultiheadAttention) and not has_hooks(module)
     if node.op != "call_function" or node.target is not F.multi_head_attention_forward:
         return False
-    # static keys and values are reached by no public module; such a call stays whole and mark_sites says why
+    # No public module passes static keys or values; such a call stays as it is, and mark_sites says why.
     return node.kwargs.get("static_k") is None and len(node.args) <= _FUNCTION_ARGS.index("static_k")
 
 
@@ -165,7 +165,7 @@ def _attend(
     padding: Any,
     mask: Any,
 ) -> tuple[Any, Any]:
-    """Batched attention on proxies. The order of operations is that of torch's own, so that the bits agree."""
+    """Batched attention on proxies. The order of operations is that of torch, so that results match bit for bit."""
     if spec.batch_first:
         moved = {id(x): x.transpose(1, 0) for x in ([inputs[0]] if shared[0] else inputs)}
         inputs = [moved[id(inputs[0] if shared[0] else x)] for x in inputs]
@@ -255,9 +255,8 @@ def _merge_masks(
 ) -> Tensor | None:
     """The additive mask of attention, from a key padding mask [B, S], an attention mask [L, S] or [B·H, L, S], or both.
 
-    `extra` columns are open to all, for the bias and the zero that attention may append to its keys. With
-    `by_head` the result broadcasts over [B, H, L, S], else over [B·H, L, S]. None where a model's optional masks are
-    not given.
+    `extra` columns are open to all, for the bias and the zero that attention may append to its keys. With `by_head` the
+    result broadcasts over [B, H, L, S], else over [B·H, L, S]. None if the model's optional masks are not given.
     """
 
     def additive(m: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pass: no in-place operation on the values that flow through the graph."""
+"""Pass: remove in-place operations on the values that flow through the graph."""
 
 import inspect
 import operator
@@ -35,7 +35,7 @@ _VIEWS = {
     *"view_as_real view_as_complex adjoint ravel broadcast_to hsplit vsplit dsplit split_with_sizes as_strided".split(),
     *"atleast_1d atleast_2d atleast_3d squeeze_ unsqueeze_ swapaxes mT mH _identity resolve_conj resolve_neg".split(),
 }
-# Views in eval mode, where they return their input.
+# In eval mode these return their input, so they count as views.
 _DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 # Operations that return several new tensors.
 _TUPLES = {"topk", "sort", "max", "min", "median", "mode", "kthvalue", "aminmax", "std_mean", "var_mean", "tuple"}
@@ -43,15 +43,15 @@ _STATE_ONLY = {"requires_grad_", "share_memory_", "retain_grad"}
 
 
 def functionalize(gm: fx.GraphModule) -> PassResult:
-    """Make each in-place operation return a new value, and let later readers read that one.
+    """Make each in-place operation return a new value, which later readers then read.
 
         add_ = x.add_(y); z = x * 2      →   add = x.add(y); z = add * 2
         F.relu(x, inplace=True)          →   F.relu(x, inplace=False)
 
     Writes to the model's own parameters and buffers stay: they are state, and AOTAutograd keeps them.
     Requires: `inline_modules`. Ensures: no other in-place operation is left. Numerics: unchanged.
-    Raises `InplaceAliasError` where a value is changed through a view while another name of the same memory is
-    read afterwards, since then renaming would change what the model computes.
+    Raises `InplaceAliasError` where a value is changed through a view while another name of the same memory is read
+    later: renaming would then change what the model computes.
     """
     modified = False
     for node in list(gm.graph.nodes):
@@ -67,7 +67,7 @@ def functionalize(gm: fx.GraphModule) -> PassResult:
 
 
 def _is_state(node: fx.Node) -> bool:
-    # Tensors that forward() makes of plain numbers are made anew in each call, though the trace keeps one of them.
+    # Each call of forward() makes new tensors from plain numbers, though the trace keeps one of them.
     return node.op == "get_attr" and not str(node.target).startswith("_const._tensor_constant")
 
 
@@ -101,7 +101,7 @@ def _inplace_argument(node: fx.Node) -> bool:
 
 
 def _rewrite(node: fx.Node, target: fx.Node) -> fx.Node:
-    """Put a functional form in place of `node`; returns the node that holds the new value of `target`."""
+    """Replace `node` by a functional form; returns the node that holds the new value of `target`."""
     if node.op == "call_function" and node.target in _OPERATORS:
         node.target = _OPERATORS[node.target]
         return node
@@ -129,7 +129,7 @@ def _rewrite(node: fx.Node, target: fx.Node) -> fx.Node:
     if node.op == "call_function" and hasattr(F, plain) and node.target is getattr(F, str(name), None):
         node.target = getattr(F, plain)
         return node
-    # No functional spelling: change a fresh copy, which nobody else reads.
+    # Without a functional form: change a new copy, which nothing else reads.
     with node.graph.inserting_before(node):
         fresh = node.graph.call_method("clone", (target,))
         fresh.meta = {"source": node.meta.get("source"), "nn_module_stack": node.meta.get("nn_module_stack")}
@@ -169,7 +169,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def _check_aliases(node: fx.Node, target: fx.Node) -> None:
-    """Refuse to rename where another name of the changed memory is read later."""
+    """Refuse to rename if another name of the changed memory is read later."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     root = root_of(target)
     for other in node.graph.nodes:
@@ -187,5 +187,5 @@ def _check_aliases(node: fx.Node, target: fx.Node) -> None:
 
 
 def _writes_back(user: fx.Node, node: fx.Node) -> bool:
-    """True for the `x[i] = …` half of `x[i] += y`, which carries the change back to x by itself."""
+    """Whether this is the `x[i] = …` half of `x[i] += y`, which itself carries the change back to x."""
     return user.target is operator.setitem and len(user.args) == 3 and user.args[2] is node

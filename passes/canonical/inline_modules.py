@@ -1,4 +1,4 @@
-"""Pass: write the calls of torch.nn modules as operations on the model's own parameters."""
+"""Pass: replace calls of torch.nn modules by operations on the model's own parameters."""
 
 import copy
 from typing import Any
@@ -17,12 +17,12 @@ __all__ = ["has_hooks", "inline_modules"]
 
 
 def inline_modules(gm: fx.GraphModule) -> PassResult:
-    """Replace each module call by what its forward does, so that both ways of capture end in one form.
+    """Replace each module call by the operations of its forward, so that both ways of capture end in one form.
 
         y = self.conv1(x)      →   y = F.conv2d(x, self.conv1.weight, self.conv1.bias, (1, 1), …)
         y = self.relu(x)       →   y = F.relu(x, inplace=True)
 
-    A module stays whole if it has hooks, which must go on being called, or if fx cannot trace it (an LSTM).
+    A module stays one call if it has hooks, which must still be called, or if fx cannot trace it (an LSTM).
     Requires: parameters are initialised. Numerics: unchanged.
     """
     modified = False
@@ -50,16 +50,16 @@ class _InsideTracer(Tracer):
 def _trace(module: nn.Module, given: int) -> fx.Graph | None:
     target, fixed = module, None
     if isinstance(module, _ConvTransposeNd) and given == 1:
-        fixed = {"output_size": None}  # which it branches on
+        fixed = {"output_size": None}  # forward() branches on it
     if isinstance(module, _NormBase):
         # Its only control flow on the input is a check of the number of dimensions.
         target = copy.copy(module)
         target.__dict__["_check_input_dim"] = lambda _: None
-        if isinstance(module, _InstanceNorm):  # and whether there is a batch, which a model that is compiled has
+        if isinstance(module, _InstanceNorm):  # it also checks for a batch, which a compiled model always has
             target.__class__ = type("Batched", (type(module),), {"forward": type(module)._apply_instance_norm})
     try:
         return _InsideTracer().trace(target, fixed)
-    except Exception:  # whatever the module's code raises on a Proxy; the call then stays as it is
+    except Exception:  # the module's code may raise anything on a Proxy; the call then stays as it is
         return None
 
 
@@ -80,7 +80,7 @@ def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> bool:
             if new.op == "get_attr":
                 new.target = f"{node.target}.{new.target}"
                 new._rename(str(new.target).replace(".", "_"))
-            new.meta.pop("stack_trace", None)  # lines of torch.nn, where the reader wants the model's
+            new.meta.pop("stack_trace", None)  # its lines are torch.nn's; readers need the model's
             new.meta |= {
                 key: node.meta[key] for key in ("source", "nn_module_stack", "stack_trace") if key in node.meta
             }

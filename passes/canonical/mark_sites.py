@@ -1,4 +1,4 @@
-"""Pass: find every conv and linear, and mark it as a site or say why it is none."""
+"""Pass: find every conv and linear, and mark it as a site or record why it is none."""
 
 import operator
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _RECURRENT = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
 
 
 def mark_sites(gm: fx.GraphModule) -> PassResult:
-    """Set node.meta["site"] on each conv and linear, node.meta["skipped"] on what looks like one and is none.
+    """Set node.meta["site"] on each conv and linear, and node.meta["skipped"] on what only looks like one.
 
         conv2d = F.conv2d(x, self.conv1.weight, …)   # meta["site"] = Site("conv1", "conv2d", …), meta["call"] = 0
 
@@ -88,7 +88,7 @@ def declared_sites(model: nn.Module) -> SiteTable:
 def _reached_from_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose value may depend on the batch; sizes do not count, since padding makes them public."""
     reached: set[fx.Node] = set()
-    written: set[str] = set()  # parameters and buffers that the batch has been written into
+    written: set[str] = set()  # parameters and buffers into which the batch was written
     for node in graph.nodes:
         given = node.op == "placeholder" and "state" not in node.meta
         dirty = node.op == "get_attr" and str(node.target) in written
@@ -153,7 +153,7 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
 
 
 def _made_by(node: fx.Node) -> tuple[str, type | None]:
-    """Path and class of the innermost module that a node was made in."""
+    """Path and class of the innermost module in which a node was made."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack or not isinstance(stack[-1], tuple):
         return "", None
@@ -174,7 +174,7 @@ def _class_names(cls: type) -> tuple[str, ...]:
 
 
 def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor | None]:
-    """The parameter or buffer that `node` reads, by name, if it reads one and does not compute with it."""
+    """Name and value of the parameter or buffer that `node` reads directly; None if it computes with it."""
     if isinstance(node, fx.Node) and node.op == "placeholder" and "state" in node.meta:
         return node.meta["state"], node.meta.get("example_value")
     if isinstance(node, fx.Node) and node.op == "get_attr":
@@ -188,10 +188,10 @@ def _parameter(gm: fx.GraphModule, node: Any) -> tuple[str | None, torch.Tensor 
 def _site_name(node: fx.Node, parameter: str | None, found: dict[str, Site]) -> str:
     path, cls = _made_by(node)
     if path and cls is not None and issubclass(cls, SITE_MODULES):
-        return path  # the layer's own name, also where its weight is tied to another's, or computed
+        return path  # the layer's own name, even if its weight is tied to another's, or computed
     if parameter is not None:
         return parameter.removesuffix(".weight")
-    # Not the node's name, which counts over the whole graph and so differs between train() and eval().
+    # Not the node's name: it counts over the whole graph, and so differs between train() and eval().
     scope, op = (
         f"{path}." if path else "",
         "linear" if node.target is F.linear else f"conv{CONVS.index(node.target) + 1}d",
@@ -201,7 +201,7 @@ def _site_name(node: fx.Node, parameter: str | None, found: dict[str, Site]) -> 
 
 
 def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skipped | None:
-    """What a reader might take for a conv or linear: transposed convs, recurrent layers, products with a parameter."""
+    """What could be mistaken for a conv or linear: transposed convs, recurrent layers, products with a parameter."""
     name, reason = node.name, None
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
