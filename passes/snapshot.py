@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -265,8 +266,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
-def _storage(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
+def _storage(value: Tensor) -> int | None:
+    """What a tensor's numbers lie in; None for a lazy parameter, which has none yet."""
+    return None if is_lazy(value) else int(value.untyped_storage()._cdata)
 
 
 def _package(kind: type) -> str:

@@ -157,8 +157,10 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _rename(node: fx.Node, name: str) -> None:
-    # fx counts in a number behind an underscore at the end, and a copy of the graph may have another one there.
-    node._rename(re.sub(r"_(\d+)$", r"\1", re.sub(r"\W+", "_", name)))
+    """Give a node a name that copies of its graph keep: fx writes names in lower case, without double underscores, and
+    counts in a number behind the last one."""
+    words = re.sub(r"[\W_]+", "_", name.lower())
+    node._rename(re.sub(r"_(\d+)$", r"\1", words))
 
 
 def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
