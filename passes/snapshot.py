@@ -266,9 +266,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
-def _storage(value: Tensor) -> int | None:
-    """What a tensor's numbers lie in; None for a lazy parameter, which has none yet."""
-    return None if is_lazy(value) else int(value.untyped_storage()._cdata)
+def _storage(value: Tensor) -> int:
+    """The memory that holds a tensor's numbers; 0 for a lazy parameter, which has none yet."""
+    return 0 if is_lazy(value) else int(value.untyped_storage()._cdata)
 
 
 def _package(kind: type) -> str:
