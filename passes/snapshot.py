@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -266,7 +267,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _storage(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
+    """The memory that holds a tensor's numbers; 0 for a lazy parameter, which has none yet."""
+    return 0 if is_lazy(value) else int(value.untyped_storage()._cdata)
 
 
 def _package(kind: type) -> str:

@@ -182,6 +182,6 @@ def _no_ledger(path: Path) -> str:
 
 def _corrupt(path: Path, reason: str) -> str:
     return (
-        f"The privacy ledger {path} is damaged ({reason}). The spends it recorded still count. Fix: restore a copy of "
-        "the file, or enter the spends by hand in a new one. Do not begin again from zero."
+        f"The privacy ledger {path} is damaged ({reason}). The spends it recorded still count. Fix: put back a copy "
+        "of the file, or enter the spends by hand in a new one. Do not begin again from zero."
     )

@@ -157,8 +157,10 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _rename(node: fx.Node, name: str) -> None:
-    # fx changes a number after a final underscore when it copies a graph, so names end without one.
-    node._rename(re.sub(r"_(\d+)$", r"\1", re.sub(r"\W+", "_", name)))
+    """Give a node a name that copies of its graph keep: fx changes upper case, repeated underscores, and a number
+    after the last underscore."""
+    words = re.sub(r"[\W_]+", "_", name.lower())
+    node._rename(re.sub(r"_(\d+)$", r"\1", words))
 
 
 def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:

@@ -49,4 +49,4 @@ def test_a_fingerprint_of_an_earlier_version_is_not_compared(tmp_path: Path) -> 
     assert releases.counts == {"run": 2}  # the release counts, its value is unknown
     releases.pay("run", 1, recorded=2)
     with pytest.raises(PrivateTrainingError, match=r"not known.*earlier version.*replay=False"):
-        releases.release([normal(4)])
+        releases.note([normal(4)])
