@@ -26,7 +26,7 @@ from dpquant_compile.passes.snapshot import Snapshot, Writes
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["Program", "Programs", "mark_batch_dynamic", "site_axes"]
+__all__ = ["Program", "Programs", "is_default", "mark_batch_dynamic", "site_axes"]
 
 Link = Callable[[SiteTable], tuple[LinkTable, dict[str, int]]]
 
@@ -166,11 +166,11 @@ class Programs:
         given, parameters = dict(bound.arguments), self._signature.parameters
         for name in reversed(list(given)):
             p = parameters[name]
-            if p.default is p.empty or not _is_default(given[name], p.default):
+            if p.default is p.empty or not is_default(given[name], p.default):
                 break
             del bound.arguments[name]
         defaults = {name: p.default for name, p in parameters.items()}
-        extra = {n: v for n, v in bound.kwargs.items() if not _is_default(v, defaults.get(n, _NONE))}
+        extra = {n: v for n, v in bound.kwargs.items() if not is_default(v, defaults.get(n, _NONE))}
         return bound.args, extra
 
     def _trace(self, given: tuple[str, ...] = ()) -> fx.GraphModule | CaptureError:
@@ -240,7 +240,8 @@ class Programs:
 _NONE = object()
 
 
-def _is_default(value: Any, default: Any) -> bool:
+def is_default(value: Any, default: Any) -> bool:
+    """Whether an argument is its default: the same object, or an equal plain value of the same type."""
     return value is default or (
         type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
     )

@@ -3,7 +3,7 @@
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ __all__ = [
     "bind_inputs",
     "clean_path",
     "copy_graph",
+    "dependents",
     "draws_random",
     "draws_seeded",
     "graph_module_over",
     "is_known_operator",
     "node_source",
     "op_name",
+    "package_of",
     "read_attribute",
     "user_frames",
 ]
@@ -114,6 +116,20 @@ def read_attribute(root: Any, target: Any) -> Any:
     for atom in str(target).split("."):
         root = getattr(root, atom)
     return root
+
+
+def dependents(graph: fx.Graph, sources: Set[fx.Node]) -> set[fx.Node]:
+    """`sources`, and all nodes that depend on them."""
+    found = set(sources)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def package_of(target: Any) -> str:
+    """The top-level package in which a class or a function is defined; empty if unknown."""
+    return str(getattr(target, "__module__", None) or "").split(".")[0]
 
 
 def is_known_operator(func: Any) -> bool:

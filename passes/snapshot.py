@@ -24,7 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["Change", "Snapshot", "Writes"]
+from dpquant_compile.passes.fx_utils import package_of
+
+__all__ = ["Change", "Snapshot", "Writes", "storage_of"]
 
 # Attributes of modules that captures themselves change.
 _BY_CAPTURE = ("_forward_hooks", "_forward_pre_hooks", "_is_torch_compile")
@@ -59,12 +61,12 @@ class Snapshot:
         for name, _, attributes, _ in self._modules:
             self._walk([(f"{name}.{key}" if name else f"self.{key}", value) for key, value in attributes.items()])
         for kind in {type(module): None for module in model.modules()}:
-            own = [c for c in kind.__mro__ if _package(c) != "torch"]
+            own = [c for c in kind.__mro__ if package_of(c) != "torch"]
             self._walk([(c.__name__, value) for c in own for value in vars(c).values() if inspect.isfunction(value)])
 
     def label(self, tensor: Tensor) -> str | None:
         """The name of a tensor that existed before, found by its memory."""
-        return self._labels.get(_storage(tensor))
+        return self._labels.get(storage_of(tensor))
 
     def restore(self) -> Change:
         """Restore everything, and return what had changed."""
@@ -114,7 +116,7 @@ class Snapshot:
                 continue
             self._seen.add(id(value))
             if isinstance(value, Tensor):
-                self._labels.setdefault(_storage(value), label)
+                self._labels.setdefault(storage_of(value), label)
             elif (generator := _generator(value)) is not None:
                 self._generators.append((label, generator))
             elif isinstance(value, types.FunctionType | types.MethodType):
@@ -125,7 +127,7 @@ class Snapshot:
                 stack.extend((f"{label}[{key!r}]", item) for key, item in items)
             elif isinstance(value, tuple | frozenset):
                 stack.extend((f"{label}[{key}]", item) for key, item in enumerate(value))
-            elif not isinstance(value, nn.Module) and _package(type(value)) not in _NO_OBJECTS:
+            elif not isinstance(value, nn.Module) and package_of(type(value)) not in _NO_OBJECTS:
                 held = getattr(value, "__dict__", None)
                 if isinstance(held, dict):
                     self._seen.add(id(held))
@@ -164,17 +166,17 @@ class Writes(TorchDispatchMode):
         for value in _written(func, args, kwargs):
             if not self.made(value):
                 self._before.append((value, value.detach().clone()))
-        known = {_storage(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        known = {storage_of(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         result = func(*args, **kwargs)
         for value in tree_leaves(result):
             fresh = func is torch.ops.aten.lift_fresh.default  # what torch.tensor() ends on, with its own result
-            if isinstance(value, Tensor) and (fresh or _storage(value) not in known):
-                self._made[_storage(value)] = value
+            if isinstance(value, Tensor) and (fresh or storage_of(value) not in known):
+                self._made[storage_of(value)] = value
         return result
 
     def made(self, value: Tensor) -> bool:
         """Whether a tensor lies in memory that was allocated since."""
-        return _storage(value) in self._made
+        return storage_of(value) in self._made
 
     def undo(self) -> bool:
         """Restore what was overwritten; whether anything was."""
@@ -266,10 +268,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
-def _storage(value: Tensor) -> int:
+def storage_of(value: Tensor) -> int:
     """The memory that holds a tensor's numbers; 0 for a lazy parameter, which has none yet."""
     return 0 if is_lazy(value) else int(value.untyped_storage()._cdata)
-
-
-def _package(kind: type) -> str:
-    return (getattr(kind, "__module__", None) or "").split(".")[0]

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
-from dpquant_compile.passes.fx_utils import read_attribute
+from dpquant_compile.passes.fx_utils import package_of, read_attribute
 
 __all__ = ["opaque_code"]
 
@@ -97,17 +97,13 @@ def _is_known(target: Any) -> bool:
         # Check its file too: a decorator such as torch.no_grad() wraps a user's function into one of torch's.
         inside = os.path.realpath(target.__code__.co_filename).startswith(_FOLDERS)
         within = getattr(target, "__wrapped__", None)
-        return inside and _package(target) in _PACKAGES and (within is None or _is_known(within))
+        return inside and package_of(target) in _PACKAGES and (within is None or _is_known(within))
     if isinstance(target, type):
-        return _package(target) in _PACKAGES and not issubclass(target, torch.autograd.Function)
+        return package_of(target) in _PACKAGES and not issubclass(target, torch.autograd.Function)
     if isinstance(target, types.MethodDescriptorType | types.WrapperDescriptorType | types.GetSetDescriptorType):
-        return _package(target.__objclass__) in _PACKAGES
-    return isinstance(target, types.BuiltinFunctionType) and _package(target) in _PACKAGES
+        return package_of(target.__objclass__) in _PACKAGES
+    return isinstance(target, types.BuiltinFunctionType) and package_of(target) in _PACKAGES
 
 
 def _is_torch_module(module: nn.Module) -> bool:
-    return _package(type(module)) == "torch" and "forward" not in vars(module) and _is_known(type(module).forward)
-
-
-def _package(target: Any) -> str:
-    return str(getattr(target, "__module__", None) or "").split(".")[0]
+    return package_of(type(module)) == "torch" and "forward" not in vars(module) and _is_known(type(module).forward)

@@ -21,6 +21,7 @@ from dpquant_compile.errors import CaptureError, DPQuantError, InplaceAliasError
 from dpquant_compile.passes.batch.batch_rules import Axis, Lost, OpCall, output_axis
 from dpquant_compile.passes.fx_utils import bind_inputs, node_source
 from dpquant_compile.passes.runner import PassResult
+from dpquant_compile.passes.snapshot import storage_of
 from dpquant_compile.sites import BatchAxis, Site, Skipped
 
 __all__ = [
@@ -250,11 +251,11 @@ class _Tracker(TorchDispatchMode):
         return result
 
     def _register(self, value: Tensor) -> None:
-        self._in_storage.setdefault(_storage(value), []).append(weakref.ref(value))
+        self._in_storage.setdefault(storage_of(value), []).append(weakref.ref(value))
 
     def _sharing(self, value: Tensor) -> list[Tensor]:
         """Other tensors in the same memory."""
-        others = (reference() for reference in self._in_storage.get(_storage(value), []))
+        others = (reference() for reference in self._in_storage.get(storage_of(value), []))
         return [other for other in others if other is not None and other is not value]
 
     def _rule(self, func: Any, call: OpCall) -> Axis:
@@ -294,10 +295,6 @@ def _aligned(a: Tensor, b: Tensor, dim: int) -> bool:
             return False  # a row overlaps the next one
         starts.add((offset if larger is None else offset % larger) // step)
     return len(starts) == 1
-
-
-def _storage(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 class _Recorder(fx.Interpreter):

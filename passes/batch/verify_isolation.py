@@ -38,7 +38,6 @@ from dpquant_compile.passes.batch.track_batch import (
     Inputs,
     _aligned,
     _Recorder,
-    _storage,
     _Tracker,
     bind_batch,
     run_on_fakes,
@@ -46,6 +45,7 @@ from dpquant_compile.passes.batch.track_batch import (
 from dpquant_compile.passes.canonical.inline_modules import has_hooks
 from dpquant_compile.passes.fx_utils import is_known_operator, node_source, op_name
 from dpquant_compile.passes.runner import PassResult
+from dpquant_compile.passes.snapshot import storage_of
 from dpquant_compile.sites import BatchAxis
 
 __all__ = ["Mixed", "verify_isolation"]
@@ -258,7 +258,7 @@ class _Isolation(_Tracker):
         super().enter(value, name)
         # Tensors that forward() makes from plain numbers are stored with the buffers, but each call makes new ones.
         if name is not None and not name.startswith("_const._tensor_constant"):
-            self._kept.setdefault(_storage(value), name)
+            self._kept.setdefault(storage_of(value), name)
 
     def state_of(self, value: Any) -> State:
         state: State = self.axes.get(value) if isinstance(value, Tensor) else None
@@ -382,7 +382,7 @@ class _Isolation(_Tracker):
 
     def _follow_write(self, op: str, value: Tensor, before: State) -> None:
         """Record a write into what outlives the call, and pass it on to all views of the memory."""
-        state, name = self.state_of(value), self._kept.get(_storage(value))
+        state, name = self.state_of(value), self._kept.get(storage_of(value))
         if name is not None and isinstance(state, BatchAxis | Mixed):
             carried = Lost("values of the batch are written into state, where later batches find them")
             self.writes.append((self.mixed(state if isinstance(state, Mixed) else carried, op), name))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, fx
 
 from dpquant_compile.errors import GraphInvariantError
+from dpquant_compile.passes.fx_utils import dependents
 from dpquant_compile.passes.private.cut_joint import backward_of, forward_of
-from dpquant_compile.passes.private.joint_facts import INPUT, facts_of
+from dpquant_compile.passes.private.joint_facts import INPUT, facts_of, outputs_of
 from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients
 from dpquant_compile.passes.private.tag_forward import TAG, needed_by_forward
 
@@ -28,7 +29,7 @@ Signature = tuple[tuple[Any, ...], ...]
 
 def signature_of(gm: fx.GraphModule) -> Signature:
     """Shape and dtype of each output of a joint graph as it was traced."""
-    return _signature(_outputs(gm))
+    return _signature(outputs_of(gm))
 
 
 def check_outputs(gm: fx.GraphModule, *, traced: Signature) -> None:
@@ -36,7 +37,7 @@ def check_outputs(gm: fx.GraphModule, *, traced: Signature) -> None:
 
     Forward may have more of them, between the model's own and the sums.
     """
-    facts, found = facts_of(gm), _signature(_outputs(gm))
+    facts, found = facts_of(gm), _signature(outputs_of(gm))
     own, sums = len(facts.differentiable), len(facts.parameters) + 1
     if len(found) != facts.forward_outputs + sums or found[:own] != traced[:own] or found[-sums:] != traced[-sums:]:
         raise GraphInvariantError(
@@ -48,14 +49,14 @@ def check_outputs(gm: fx.GraphModule, *, traced: Signature) -> None:
 def check_forward(gm: fx.GraphModule) -> None:
     """Refuse a forward output that depends on gradients: a clipped sum must not leave the program that way."""
     backward = depends_on_gradients(gm.graph)
-    for node in _outputs(gm)[: facts_of(gm).forward_outputs]:
+    for node in outputs_of(gm)[: facts_of(gm).forward_outputs]:
         if node in backward:
             raise GraphInvariantError(f"forward's output {node.name!r} depends on the gradients of the outputs")
 
 
 def check_clipping(gm: fx.GraphModule) -> None:
     """Refuse a sum of gradients that does not depend on the clipping bounds: it would not be clipped."""
-    _check_sums(_outputs(gm)[facts_of(gm).forward_outputs : -1], gm.graph, _made_of(gm.graph, _bounds(gm.graph)))
+    _check_sums(outputs_of(gm)[facts_of(gm).forward_outputs : -1], gm.graph, dependents(gm.graph, _bounds(gm.graph)))
 
 
 def check_operands(gm: fx.GraphModule) -> None:
@@ -82,27 +83,19 @@ def check_cut(gm: fx.GraphModule, *, traced: Signature) -> None:
     """Refuse programs whose outputs differ from the joint graph's, or a forward that takes gradients."""
     facts, forward, backward = facts_of(gm), forward_of(gm), backward_of(gm)
     own, sums = len(facts.differentiable), len(facts.parameters) + 1
-    if _signature(_outputs(forward)[:own]) != traced[:own] or _signature(_outputs(backward)) != traced[-sums:]:
+    if _signature(outputs_of(forward)[:own]) != traced[:own] or _signature(outputs_of(backward)) != traced[-sums:]:
         raise GraphInvariantError("forward and backward do not give the outputs of the joint graph")
     if depends_on_gradients(forward.graph):
         raise GraphInvariantError("the forward program is given the gradients of the outputs")
     # Backward may receive the bounds as a value that forward has computed from them.
-    made = _made_of(forward.graph, _bounds(forward.graph))
-    saved = zip(backward.graph.find_nodes(op="placeholder"), _outputs(forward)[facts.forward_outputs :], strict=False)
+    made = dependents(forward.graph, _bounds(forward.graph))
+    saved = zip(backward.graph.find_nodes(op="placeholder"), outputs_of(forward)[facts.forward_outputs :], strict=False)
     given = {placeholder for placeholder, value in saved if value in made}
-    _check_sums(_outputs(backward)[:-1], backward.graph, _made_of(backward.graph, given))
+    _check_sums(outputs_of(backward)[:-1], backward.graph, dependents(backward.graph, given))
 
 
 def _bounds(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in graph.find_nodes(op="placeholder") if node.meta.get(INPUT) == "bounds"}
-
-
-def _made_of(graph: fx.Graph, sources: set[fx.Node]) -> set[fx.Node]:
-    found = set(sources)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _check_sums(sums: Sequence[Any], graph: fx.Graph, clipped: set[fx.Node]) -> None:
@@ -110,11 +103,6 @@ def _check_sums(sums: Sequence[Any], graph: fx.Graph, clipped: set[fx.Node]) -> 
     for node in sums:
         if node in gradients and node not in clipped:
             raise GraphInvariantError(f"the sum {node.name!r} does not depend on the clipping bounds")
-
-
-def _outputs(gm: fx.GraphModule) -> list[Any]:
-    outputs: Any = gm.graph.output_node().args[0]
-    return list(outputs)
 
 
 def _signature(nodes: Sequence[Any]) -> Signature:

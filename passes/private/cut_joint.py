@@ -7,7 +7,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from dpquant_compile.passes.fx_utils import draws_seeded
-from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts
+from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts, outputs_of
 from dpquant_compile.passes.runner import PassResult
 
 __all__ = ["backward_of", "cut_joint", "forward_of"]
@@ -68,14 +68,12 @@ def _joined(
         inputs[node.name].meta = {"val": node.meta["val"]}
     given = [str(node.target) for node in forward.graph.find_nodes(op="placeholder")]
     first = graph.call_module(_FORWARD, tuple(inputs[name] for name in given))
-    outputs = forward.graph.output_node().args[0]
-    values = [graph.call_function(operator.getitem, (first, place)) for place in range(len(outputs))]  # type: ignore[arg-type]
+    values = [graph.call_function(operator.getitem, (first, place)) for place in range(len(outputs_of(forward)))]
     needed = backward.graph.find_nodes(op="placeholder")
     saved = len(values) - count
     tangents = [inputs[str(node.target)] for node in needed[saved:]]
     second = graph.call_module(_BACKWARD, (*values[count:], *tangents))
-    results = backward.graph.output_node().args[0]
-    sums = [graph.call_function(operator.getitem, (second, place)) for place in range(len(results))]  # type: ignore[arg-type]
+    sums = [graph.call_function(operator.getitem, (second, place)) for place in range(len(outputs_of(backward)))]
     graph.output([*values[:count], *sums])
     root = nn.Module()
     root.add_module(_FORWARD, forward)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["INPUT", "TENSOR", "JointFacts", "facts_of", "keep_facts"]
+__all__ = ["INPUT", "TENSOR", "JointFacts", "facts_of", "keep_facts", "outputs_of"]
 
 # Marks in `JointFacts.leaves` a tensor that the program computes; other entries are constants.
 TENSOR = object()
@@ -45,3 +45,9 @@ def keep_facts(gm: fx.GraphModule, facts: JointFacts | None) -> None:
     gm.meta.pop(_KEY, None)
     if facts is not None:
         gm.meta[_KEY] = facts
+
+
+def outputs_of(gm: fx.GraphModule) -> list[Any]:
+    """The values that a graph with a flat list of outputs returns."""
+    outputs: Any = gm.graph.output_node().args[0]
+    return list(outputs)

@@ -1,11 +1,10 @@
 """Inductor's own passes over a joint graph, as one recorded step."""
 
-from typing import Any
-
 from torch import fx
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 
+from dpquant_compile.passes.private.joint_facts import outputs_of
 from dpquant_compile.passes.runner import PassResult
 
 __all__ = ["optimize_joint"]
@@ -20,19 +19,14 @@ def optimize_joint(gm: fx.GraphModule) -> PassResult:
     Ensures: the same inputs and outputs, and outputs keep their names.
     Numerics: as Inductor's, which compiles the graph in any case.
     """
-    before, names = str(gm.graph), [getattr(value, "name", None) for value in _outputs(gm)]
+    before, names = str(gm.graph), [getattr(value, "name", None) for value in outputs_of(gm)]
     values = (node.meta["val"] for node in gm.graph.find_nodes(op="placeholder"))
     mode = next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
     with V.set_fake_mode(mode):
         gm = joint_graph_passes(gm)
     left = {node.name for node in gm.graph.nodes}
-    for node, name in zip(_outputs(gm), names, strict=True):
+    for node, name in zip(outputs_of(gm), names, strict=True):
         if isinstance(node, fx.Node) and node.op == "call_function" and name is not None and name not in left:
             node.name = name  # free: it belonged to a removed node
             left.add(name)
     return PassResult(gm, str(gm.graph) != before)
-
-
-def _outputs(gm: fx.GraphModule) -> list[Any]:
-    outputs: Any = gm.graph.output_node().args[0]
-    return list(outputs)

@@ -14,7 +14,7 @@ from torch import fx
 from dpquant_compile.backends.ops.relu_bits import can_pack
 from dpquant_compile.backends.site_args import in_order, site_args
 from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
-from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts
+from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts, outputs_of
 from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients, masks_of
 from dpquant_compile.passes.runner import PassResult
 
@@ -45,7 +45,7 @@ def pack_relu_masks(gm: fx.GraphModule) -> PassResult:
         packed.append(_replace(gm.graph, relu, mask, site_args(forward[0]).policy, sites))
     if not packed:
         return PassResult(gm, False)
-    facts, outputs = facts_of(gm), list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    facts, outputs = facts_of(gm), outputs_of(gm)
     count = facts.forward_outputs
     gm.graph.output_node().args = ([*outputs[:count], *packed, *outputs[count:]],)
     keep_facts(gm, replace(facts, forward_outputs=count + len(packed)))

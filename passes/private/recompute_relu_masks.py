@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dpquant_compile.passes.fx_utils import dependents
 from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
 from dpquant_compile.passes.runner import PassResult
 
@@ -60,11 +61,7 @@ def masks_of(graph: fx.Graph, backward: set[fx.Node]) -> list[fx.Node]:
 
 def depends_on_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that depend on the gradients of the outputs."""
-    found = {node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)}
-    for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+    return dependents(graph, {node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)})
 
 
 def _only_sites_read(node: fx.Node, backward: set[fx.Node]) -> bool:

@@ -1,10 +1,8 @@
 """Mark the nodes of a joint graph that forward computes."""
 
-from typing import Any
-
 from torch import fx
 
-from dpquant_compile.passes.private.joint_facts import facts_of
+from dpquant_compile.passes.private.joint_facts import facts_of, outputs_of
 from dpquant_compile.passes.runner import PassResult
 
 __all__ = ["TAG", "needed_by_forward", "tag_forward"]
@@ -29,8 +27,7 @@ def tag_forward(gm: fx.GraphModule) -> PassResult:
 
 def needed_by_forward(gm: fx.GraphModule) -> list[fx.Node]:
     """The nodes that forward's outputs depend on, without placeholders."""
-    outputs: Any = gm.graph.output_node().args[0]
-    needed = {node for node in outputs[: facts_of(gm).forward_outputs] if isinstance(node, fx.Node)}
+    needed = {node for node in outputs_of(gm)[: facts_of(gm).forward_outputs] if isinstance(node, fx.Node)}
     found = []
     for node in reversed(gm.graph.nodes):
         if node in needed and node.op != "placeholder":

@@ -19,6 +19,7 @@ from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.call_structure import CallStructure
 from dpquant_compile.privacy.constants import FrozenValues, changed, check_names, named_arguments
 from dpquant_compile.privacy.hooks import refuse_hooks
+from dpquant_compile.programs import is_default
 
 __all__ = ["CONSTANT_PREFIX", "PrivateCriterion"]
 
@@ -160,7 +161,7 @@ class PrivateCriterion(nn.Module):
         declared = self._structure.declared
         given: dict[str, Any] = {}
         for name, value in named_arguments(self._signature, args, kwargs):
-            if name in declared or not _is_default(value, self._defaults.get(name)):
+            if name in declared or not is_default(value, self._defaults.get(name)):
                 items = name not in declared and self._has_items(name, value, size)
                 given[name] = _ITEMS if items else value
         for name in declared - given.keys():
@@ -263,11 +264,6 @@ def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(v, Tensor) and v.requires_grad for v in tree_leaves((args, kwargs))
     )
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    plain = isinstance(value, bool | int | float | str) and type(value) is type(default)
-    return value is default or (plain and value == default)
 
 
 def _batch_dim(leaf: Any, size: int) -> int | None:
