@@ -53,21 +53,31 @@ class Run:
 
 
 class Pinned(NamedTuple):
-    """What all micro-batches of a logical batch must have in common."""
+    """What all micro-batches of a logical batch must have in common.
+
+    contents  of the parameters, which may be written in ways that leave no trace in `step`; None for a batch that is
+              not `Step.divided`
+    """
 
     step: int
     policy: Policy
     modes: Hashable
+    contents: Hashable
 
 
-_NAMES = ("parameters, or model.step,", "the policy", "train() or requires_grad")  # of the fields of `Pinned`
+# Of the fields of `Pinned`.
+_NAMES = ("parameters, or model.step,", "the policy", "train() or requires_grad", "the contents of parameters")
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A training forward: a ticket for one backward, which clips each sample's gradient to `bound`."""
+    """A training forward: a ticket for one backward, which clips each sample's gradient to `bound`.
+
+    `pinned` must hold until then.
+    """
 
     bound: float
+    pinned: Pinned
 
 
 class _Sum(Enum):
@@ -133,6 +143,11 @@ class Step:
     def incomplete(self) -> bool:
         """Whether more micro-batches follow in the same logical batch."""
         return self._micro is not None and not self._micro.last
+
+    @property
+    def divided(self) -> bool:
+        """Whether the logical batch has more than one micro-batch."""
+        return self.begun or self.incomplete
 
     @property
     def paid(self) -> float | None:
@@ -215,7 +230,7 @@ class Step:
                 "optimizer's step at the end of the logical batch, or between epochs"
             )
         self._pinned, self._rows = pinned, rows
-        self._open = Forward(self._sum_bound if self.growing else self._next_bound)
+        self._open = Forward(self._sum_bound if self.growing else self._next_bound, pinned)
         return self._open
 
     def check_backward(self, forward: Forward) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile.backends.ops import private_site as private_ops
 from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.registry import SiteCall, Streams
+from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.privacy.clipping import joint_graph as trace
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.program import PrivateProgram
@@ -83,6 +85,52 @@ def check_equal(policy: str = "none", **options: Any) -> None:
     model, x = Mixed(), torch.randn(5, 2, 6, 6)
     compiled, _, _ = made_private(model, 8, policy=policy, bound=BOUND, **options)
     assert_close(clipped_sums(compiled, [x]), reference_sums(model, [x], policy=policy, bound=BOUND))
+
+
+class Squared(nn.Module):
+    """Gradients that turn round with the weight; [B, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.fc.weight, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).square()
+
+
+def flipped_sum(samples: Tensor) -> float:
+    """The clipped sum of a loop that turns the weight round after each micro-batch, as if that were no change."""
+    model = dpq.compile(Squared(), budget=0, backend="reference", inner="eager").train()
+    model, optimizer, loader = dpq.PrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(samples), batch_size=len(samples)),
+        noise_multiplier=0.0,
+        max_grad_norm=BOUND,
+        max_physical_batch_size=2,
+        loss_reduction="sum",
+    )
+    total = 0.0
+    for (x,) in loader:
+        model(x).sum().backward()
+        total = float(model.fc.weight.summed_grad)
+        optimizer.step()
+        model.fc.weight.data.neg_()
+    return total
+
+
+def check_micro_batches() -> None:
+    """A record without a gradient moves the others to other micro-batches: the sum stays, or the loop is refused."""
+    samples = torch.tensor([1.0, 1.0, 0.0, 0.0] * 4)[:, None]
+    try:
+        sums = [flipped_sum(rows) for rows in (samples, torch.cat([torch.zeros(1, 1), samples]))]
+    except PrivateTrainingError as error:
+        if "between two micro-batches" in str(error):
+            return
+        raise
+    moved = abs(sums[0] - sums[1])
+    assert moved <= BOUND * (1 + 1e-5), f"f moved by {moved / BOUND:.1f} C"
 
 
 def mixed(**options: Any) -> Replay:
@@ -212,6 +260,16 @@ def test_gram_norms_without_slack(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(per_sample, "_SLACK", 0.0)
     with pytest.raises(AssertionError, match="f moved by"):
         check_replay(make_replay(name), ["cancelling", "cancelling more", "alternating"])
+
+
+# Faults of micro-batches
+
+
+def test_contents_of_parameters_are_not_pinned(monkeypatch: Patch) -> None:
+    check_micro_batches()
+    monkeypatch.setattr(Session, "contents", lambda self: None)
+    with pytest.raises(AssertionError, match=r"f moved by 8\.0 C"):
+        check_micro_batches()
 
 
 # Faults of padding: two lines of defence, either of which is enough

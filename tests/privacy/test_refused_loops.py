@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dpquant_compile.errors import PrivateTrainingError
 from tests.support import models
@@ -199,8 +200,50 @@ def test_sums_without_noise_are_not_saved_with_anything() -> None:
     assert type(run.model.fc.weight.summed_grad * 1) is Tensor  # else it is a tensor like any
 
 
+def halve(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.5)
+
+
+def halve_data(run: Run) -> None:
+    for parameter in run.model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def replace_data(run: Run) -> None:
+    run.model.fc.weight.data = run.model.fc.weight.data * 0.5
+
+
+def write_by_numpy(run: Run) -> None:
+    run.model.fc.bias.detach().numpy()[0] += 1.0
+
+
+def write_a_vector(run: Run) -> None:
+    vector_to_parameters(0.5 * parameters_to_vector(run.model.parameters()).detach(), run.model.parameters())
+
+
+def halve_and_set_the_step(run: Run) -> None:
+    step = run.model.step
+    halve(run)
+    run.model.step = step
+
+
+def replace_and_set_the_step(run: Run) -> None:
+    step = run.model.step
+    run.model.fc.weight = nn.Parameter(run.model.fc.weight.detach().clone())
+    run.model.step = step
+
+
 CHANGES: dict[str, Any] = {
     "weights": lambda run: run.model.load_state_dict(run.model.state_dict()),
+    "contents": halve,
+    "contents, by .data": halve_data,
+    "contents, by another .data": replace_data,
+    "contents, by numpy": write_by_numpy,
+    "contents, by a vector": write_a_vector,
+    "contents, and the step back": halve_and_set_the_step,
+    "another parameter, and the step back": replace_and_set_the_step,
     "step": lambda run: setattr(run.model, "step", 77),
     "policy": lambda run: run.model.set_policy("all"),
     "mode": lambda run: run.model.norm.eval(),
@@ -218,6 +261,85 @@ def test_nothing_changes_between_the_micro_batches_of_a_batch(change: str) -> No
     x, y = next(batches)
     with pytest.raises(PrivateTrainingError, match="between two micro-batches"):
         run.model(x)
+
+
+@pytest.mark.parametrize("at", ["the first micro-batch", "the last micro-batch"])
+def test_parameters_do_not_change_between_a_forward_and_its_backward(at: str) -> None:
+    """The gradients of a micro-batch would be at other weights than those of the rest."""
+    run = made(n=24, batch=24, max_physical_batch_size=12)
+    for x, y in run.loader:
+        loss = run.criterion(run.model(x), y)
+        micro = run.engine.session.micro  # type: ignore[union-attr]
+        assert not (micro.first and micro.last)
+        if micro.last if at == "the last micro-batch" else micro.first:
+            halve_data(run)
+            with pytest.raises(PrivateTrainingError, match="were changed between the forward and its backward"):
+                loss.backward()
+            return
+        loss.backward()
+    pytest.fail("no such micro-batch")
+
+
+def test_what_is_the_same_again_is_no_change() -> None:
+    """Weights that are put in the place of others for an evaluation, as averages are, and back."""
+    run = made(n=24, batch=24, max_physical_batch_size=12)
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+        held = [parameter.data for parameter in run.model.parameters()]
+        for parameter in run.model.parameters():
+            parameter.data = parameter.data * 0.5
+        with torch.no_grad():
+            run.model(x)
+        for parameter, value in zip(run.model.parameters(), held, strict=True):
+            parameter.data = value
+        run.model.step = run.model.step
+        run.optimizer.step()
+
+
+def test_a_buffer_does_not_change_between_the_micro_batches_of_a_batch() -> None:
+    model = models.seeded(Net)
+    model.register_buffer("scale", torch.ones(()))
+    run = made(model, n=24, batch=24, max_physical_batch_size=12)
+    batches = iter(run.loader)
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    run.model.scale.data.fill_(2.0)
+    with pytest.raises(PrivateTrainingError, match=r"buffer 'scale' of the model changed"):
+        run.model(next(batches)[0])
+
+
+LOSS_CHANGES: dict[str, Any] = {
+    "weight": lambda loss: loss.criterion.weight.data.mul_(10),
+    "label_smoothing": lambda loss: setattr(loss.criterion, "label_smoothing", 0.5),
+    "reduction": lambda loss: setattr(loss, "reduction", "sum"),
+    "mode": lambda loss: loss.criterion.eval(),
+}
+
+
+@pytest.mark.parametrize("change", LOSS_CHANGES)
+def test_the_loss_does_not_change_between_the_micro_batches_of_a_batch(change: str) -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    run = made(n=24, batch=24, max_physical_batch_size=12, criterion=loss)
+    batches = iter(run.loader)
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    LOSS_CHANGES[change](run.criterion)
+    x, y = next(batches)
+    with pytest.raises(PrivateTrainingError, match=r"of the criterion changed since make_private"):
+        run.criterion(run.model(x), y)
+
+
+def test_the_noise_multiplier_does_not_change_within_a_batch() -> None:
+    run = made(n=24, batch=24, max_physical_batch_size=12)
+    batches = iter(run.loader)
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+    run.optimizer.noise_multiplier = 1.5
+    x, y = next(batches)
+    run.criterion(run.model(x), y).backward()
+    with pytest.raises(PrivateTrainingError, match=r"is 1\.5 now, but this batch was accounted for with 1"):
+        run.optimizer.step()
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ BOUND = 0.5
 SITES = ("conv1", "conv2")
 NONE, SOME = Policy((), SITES), Policy(("conv1",), SITES)
 DATA = TensorDataset(torch.zeros(16, 3))
-PINNED = Pinned(7, NONE, ("train",))
+PINNED = Pinned(7, NONE, ("train",), "a fingerprint")
 FIRST = MicroBatch(torch.arange(2), first=True, last=False)
 REST = MicroBatch(torch.arange(2, 4), first=False, last=True)
 
@@ -182,15 +182,33 @@ def test_every_transition_from(state: State) -> None:
 
 @pytest.mark.parametrize(
     ("field", "words"),
-    [("step", "parameters, or model.step,"), ("policy", "the policy"), ("modes", r"train\(\) or requires_grad")],
+    [
+        ("step", "parameters, or model.step,"),
+        ("policy", "the policy"),
+        ("modes", r"train\(\) or requires_grad"),
+        ("contents", "the contents of parameters"),
+    ],
 )
 def test_a_change_between_micro_batches_is_named(field: str, words: str) -> None:
     step = Step(BOUND)
     step.backward(step.forward(PINNED, 2))
-    other = {"step": 8, "policy": SOME, "modes": ("eval",)}
+    other = {"step": 8, "policy": SOME, "modes": ("eval",), "contents": "another"}
     with pytest.raises(PrivateTrainingError, match=f"^{words} changed between two micro-batches"):
         step.forward(PINNED._replace(**{field: other[field]}), 2)
     step.forward(PINNED, 2)
+
+
+def test_a_batch_is_divided_from_its_first_micro_batch_to_its_last() -> None:
+    step = Step(BOUND)
+    assert not step.divided
+    step.pay(SIGMA)
+    for micro in (FIRST, replace(FIRST, first=False), REST):
+        step.hand_out(micro)
+        assert step.divided
+    step.hand_out(replace(REST, first=True))
+    assert not step.divided
+    step.end()
+    assert not step.divided
 
 
 def test_the_bound_of_a_sum_is_that_of_the_forward_that_begins_it() -> None:

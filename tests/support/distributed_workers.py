@@ -148,8 +148,11 @@ def with_a_twist(options: dict[str, Any], twist: str) -> dict[str, Any]:
         if first:
             return
         if twist == "parameters":
-            with torch.no_grad():
-                model.fc.bias[0] += 1e-3
+            model.fc.bias.data[0] += 1e-3
+        elif twist == "mode":
+            model.norm.eval()
+        elif twist == "frozen":
+            model.fc.bias.requires_grad_(False)
         elif twist == "policy":
             model.set_policy("none")
         elif twist == "ledger":

@@ -26,6 +26,7 @@ from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.fx_utils import bind_inputs, read_attribute
 from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.private.joint_facts import TENSOR
+from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, packed_key
 from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, refuse_whole_modules
@@ -207,7 +208,8 @@ class Session:
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
         setting = self.internals.programs.setting()
-        forward = self.step.forward(Pinned(self.model.step, self.model.policy, setting), size)
+        pinned = Pinned(self.model.step, self.model.policy, setting, self.contents())
+        forward = self.step.forward(pinned, size)
         if size == 0:
             args, kwargs = tree_map(self._blank, (args, kwargs))
         program = self._program(args, kwargs, size)
@@ -222,6 +224,16 @@ class Session:
         with self._random_operators(private, table.keys.device):
             flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
         return _unpadded(program.base, private, flat, size)
+
+    def contents(self) -> Hashable:
+        """What the parameters hold, in a batch of several micro-batches; None in others, where no two can differ.
+
+        Version counters do not see what is written through `.data`, by NumPy, or before `model.step` is set.
+        """
+        if not self.step.divided:
+            return None
+        held = tuple(map(id, self.internals.original.parameters()))  # one may be put in the place of another
+        return held, fingerprint(list(self.parameters.values()))
 
     def finish(self, call: "_Call", sums: Sequence[Tensor], dropped: Tensor) -> None:
         """Add what one backward has made to the sums."""
@@ -355,7 +367,7 @@ class _Call:
         session = self.session
         refuse_hooks(session.model)
         session.step.check_backward(self.forward)
-        if self.versions != self._versions():
+        if self.versions != self._versions() or self.forward.pinned.contents != session.contents():
             raise PrivateTrainingError(
                 "parameters were changed between the forward and its backward: the gradient would belong to neither. "
                 "Fix: call optimizer.step() after backward()"

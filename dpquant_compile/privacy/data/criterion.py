@@ -69,6 +69,7 @@ class PrivateCriterion(nn.Module):
         self._calls = 0  # with two samples or more
         self._by_item: dict[str, bool] = {}  # whether an argument is a list with one entry per sample
         self._tensors: dict[str, str] = {}
+        self._set: dict[str, Any] = {}
         self._structure: CallStructure | None = None
         self._frozen: FrozenValues | None = None
         self._settable = hasattr(self.criterion, "reduction")  # else `reduction` is a keyword of the call
@@ -103,6 +104,7 @@ class PrivateCriterion(nn.Module):
             innermost = innermost.criterion
         self._frozen = FrozenValues(innermost, "the criterion")
         self._tensors = self._fingerprint()
+        self._set = self._settings()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
@@ -141,6 +143,15 @@ class PrivateCriterion(nn.Module):
         now = self._fingerprint()
         if name := next((n for n in {**now, **self._tensors} if now.get(n) != self._tensors.get(n)), None):
             raise PrivateTrainingError(changed(f"buffer or parameter {name!r}", "the criterion"))
+        settings = self._settings()
+        if name := next((n for n in {**settings, **self._set} if settings.get(n) != self._set.get(n)), None):
+            raise PrivateTrainingError(changed(name, "the criterion"))
+
+    def _settings(self) -> dict[str, Any]:
+        """By name: the reduction, by which gradients are scaled before they are clipped, and modes of modules."""
+        modules = self.criterion.named_modules() if isinstance(self.criterion, nn.Module) else ()
+        modes = {f"train() of {name!r}" if name else "train()": module.training for name, module in modules}
+        return {"reduction": self.reduction, **modes}
 
     def _fingerprint(self) -> dict[str, str]:
         if not isinstance(self.criterion, nn.Module):

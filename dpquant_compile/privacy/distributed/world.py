@@ -37,6 +37,7 @@ __all__ = ["Traffic", "World", "call_roll", "copy_ledger", "described", "init_pr
 BUCKET_BYTES = 25 * 2**20
 
 _USE = "parameters in use"
+_NAMED = 5  # differences that a message names
 
 T = TypeVar("T")
 
@@ -236,11 +237,13 @@ class World:
 def apart(when: str, differing: Mapping[str, Sequence[Any]]) -> DistributedError:
     """The error for processes that have diverged: what differs, and on which ranks."""
     parts = []
-    for name, values in differing.items():
+    for name, values in list(differing.items())[:_NAMED]:
         ranks: dict[str, list[str]] = {}
         for rank, value in enumerate(values):
             ranks.setdefault(_short(str(value)), []).append(str(rank))
         parts.append(f"{name}: " + ", ".join(f"{value} on rank {' and '.join(own)}" for value, own in ranks.items()))
+    if len(differing) > _NAMED:
+        parts.append(f"and {len(differing) - _NAMED} more")
     return DistributedError(
         f"the processes that train together differ {when}. {'; '.join(parts)}. Fix: run the same script with the same "
         "arguments and data on every process, change model, policy, optimizer and ledger on all of them alike, and go "

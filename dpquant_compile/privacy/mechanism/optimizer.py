@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import is_number
 from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sums
@@ -158,12 +159,19 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
         self._account.settle()
 
     def _facts(self) -> dict[str, Any]:
-        """What must be the same on all processes for their sums to be one release."""
+        """What must be the same on all processes for their sums to be one release; a process alone has none."""
+        if self.world.size == 1:
+            return {}
+        model = self.session.internals.original
         return {
             "model.step": self.session.model.step,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.session.sensitivity,
             "batches from the loader": not self.session.step.by_hand,
+            "policy": sorted(self.session.model.policy),
+            "parameters": fingerprint(list(model.parameters())),
+            **{f"train() of {name or 'the model'!r}": module.training for name, module in model.named_modules()},
+            **{f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in model.named_parameters()},
         }
 
     def _check_parameters(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping import runtime as session_module
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 from tests.support import models
@@ -27,6 +28,24 @@ from tests.support.private_loops import (
 )
 
 # Micro-batches
+
+
+@pytest.mark.parametrize(("physical", "times"), [(24, 0), (12, 4)])
+def test_contents_of_parameters_are_read_only_where_a_batch_is_divided(
+    physical: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in each forward and once in each backward."""
+    run = made(n=24, batch=24, max_physical_batch_size=physical)
+    trained = {id(parameter) for parameter in run.model.parameters()}
+    read = []
+
+    def noted(values: Any) -> str:
+        read.extend(values)
+        return fingerprint(values)
+
+    monkeypatch.setattr(session_module, "fingerprint", noted)
+    assert train(run) == 24 // physical
+    assert len(read) == times * len(trained) and {id(value) for value in read} <= trained
 
 
 @pytest.mark.slow

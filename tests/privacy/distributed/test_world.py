@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from dpquant_compile.privacy.data.poisson_loader import SharedUniform
 from dpquant_compile.privacy.distributed import world as distributed
-from dpquant_compile.privacy.distributed.world import World
+from dpquant_compile.privacy.distributed.world import World, apart
 from tests.support import distributed_workers as workers
 from tests.support.distributed_workers import EPOCHS, engine_of, epoch
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
@@ -106,8 +106,10 @@ def test_an_estimator_of_ones_own_gets_the_whole_probe_batch(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("twist", "words"),
     [
-        ("parameters", r"differ at the end of an epoch\. parameters: \w+ on rank 0, \w+ on rank 1\. Fix: "),
-        ("policy", r"at the end of an epoch\. policy: \['.*'\] on rank 0, \[\] on rank 1"),
+        ("parameters", r"differ at an optimizer step\. parameters: \w+ on rank 0, \w+ on rank 1\. Fix: "),
+        ("policy", r"differ at an optimizer step\. policy: \['.*'\] on rank 0, \[\] on rank 1\. Fix: "),
+        ("mode", r"differ at an optimizer step\. train\(\) of 'norm': True on rank 0, False on rank 1\. Fix: "),
+        ("frozen", r"at an optimizer step\. requires_grad of 'fc\.bias': True on rank 0, False on rank 1\. Fix: "),
         ("ledger", r"at the end of an epoch\. ledger: \['4 training .* on rank 0, .*q=0\.5 sigma=2\.0.* on rank 1"),
         ("noise", r"differ at an optimizer step\. noise_multiplier: 1\.0 on rank 0, 3\.0 on rank 1"),
     ],
@@ -285,10 +287,14 @@ def apart_at(when: str, path: Path) -> None:
     engine = engine_of(schedule={})
     if workers.rank() == 1 and when == "checkpoint":
         engine.session.model.set_policy("none")
+    elif workers.rank() == 1 and when == "epoch":
+        engine.session.model.fc.bias.data[0] += 1e-3
     elif workers.rank() == 1:
         engine.run.optimizer.max_grad_norm = 0.7
     if when == "step":
         epoch(engine)
+    elif when == "epoch":
+        engine.scheduler.step()
     engine.save_checkpoint(path=path)
 
 
@@ -374,6 +380,7 @@ def test_secure_sampling_has_one_key_for_all_and_a_new_one_for_every_epoch(tmp_p
     ("when", "words"),
     [
         ("checkpoint", r"differ at a checkpoint\. policy: \['.*'\] on rank 0, \[\] on rank 1"),
+        ("epoch", r"differ at the end of epoch 1\. parameters: \w+ on rank 0, \w+ on rank 1\. Fix: "),
         ("step", r"differ at an optimizer step\. max_grad_norm: 0\.5 on rank 0, 0\.7 on rank 1"),
     ],
 )
@@ -382,6 +389,12 @@ def test_what_differs_is_found_before_it_is_used(when: str, words: str, tmp_path
         assert isinstance(result, Raised) and result.kind == "DistributedError", result
         assert re.search(words, result.text), result.text
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_message_on_many_differences_is_short() -> None:
+    error = apart("at an optimizer step", {f"train() of 'layer{i}'": [True, False] for i in range(60)})
+    assert "train() of 'layer4': True on rank 0, False on rank 1; and 55 more. Fix" in str(error)
+    assert "layer5" not in str(error)
 
 
 @pytest.mark.parametrize(("n_interval", "told"), [(1, "the samples of an analysis"), (2, "the policy of an epoch")])
