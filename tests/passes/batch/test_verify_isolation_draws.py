@@ -124,7 +124,7 @@ SHARED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_draws_that_samples_share_are_refused(name: str) -> None:
-    with pytest.raises(IsolationError, match=r"node '\w+' \(test_shared_draws.py:\d+: .*Fix: "):
+    with pytest.raises(IsolationError, match=r"node '\w+' \(test_verify_isolation_draws.py:\d+: .*Fix: "):
         run(SHARED[name], rows(), weights())
 
 
