@@ -109,7 +109,7 @@ def test_keywords_of_an_open_signature_are_declared_by_name() -> None:
 
 
 def test_a_declaration_that_forward_does_not_take_is_refused() -> None:
-    with pytest.raises(PrivacySpecError, match=r"'sclae'.*choose of x, scale, shift"):
+    with pytest.raises(PrivacySpecError, match=r"'sclae'.*choose from x, scale, shift"):
         made_private(Scaled(), 4, private={"constant_inputs": {"sclae": 1.0}})
 
 

@@ -174,7 +174,7 @@ def test_closure_and_no_zero_grad_at_all() -> None:
         (dict(loss_reduction="none"), "loss_reduction='none': choose 'mean' or 'sum'"),
         (dict(max_physical_batch_size=0), "max_physical_batch_size=0: give an int from 1 up"),
         (dict(batch_first=False), "batch_first=False"),
-        (dict(grad_sample_mode="hooks"), r"grad_sample_mode='hooks'.*Leave it out"),
+        (dict(grad_sample_mode="hooks"), r"grad_sample_mode='hooks'.*leave it out"),
         (dict(noize=1.0), "got noize=1.0, which it does not know"),
         (
             dict(criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="mean"),

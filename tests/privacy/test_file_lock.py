@@ -180,7 +180,7 @@ if not os.fork():
                 write()
                 print("written", flush=True)
             except LedgerError as error:
-                print("parent process" in str(error) and "engine of its own" in str(error), flush=True)
+                print("parent process" in str(error) and "make a new engine in the child" in str(error), flush=True)
     on_disk.close()
     print("done", os.getpid(), flush=True)
     time.sleep(60)
