@@ -4,9 +4,9 @@
     values = unpack_dequantize(packed, unit, x.shape[-1])
     y = matmul_packed(packed, unit, packed_weight, unit_weight)
 
-Numerics: all three give the bits of the reference, `round_luq_fp4` with the counter of `bits.py` (a NaN is a NaN of any
-payload). They use only integer operations and float32 operations that IEEE 754 rounds exactly, and no result depends on
-whether subnormals are flushed, except a product of `matmul_packed` that is itself subnormal.
+Numerics: all three give the bits of the reference, `round_luq_fp4` with the counter of `numerics/random_bits.py` (a
+NaN is a NaN of any payload). They use only integer operations and float32 operations that IEEE 754 rounds exactly, and
+no result depends on whether subnormals are flushed, except a product of `matmul_packed` that is itself subnormal.
 
 Triton is an optional extra. Importing this module does not import it; the first call does, and raises `KernelError`
 where it is missing. Tensors in main memory are for Triton's interpreter only, which is slow and for tests.

@@ -41,9 +41,9 @@ from dpquant_compile.passes.private.check_joint import (
 from dpquant_compile.passes.private.cut_joint import cut_joint
 from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
 from dpquant_compile.passes.private.merge_equal_nodes import merge_equal_nodes
-from dpquant_compile.passes.private.optimize_joint import optimize_joint
 from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_relu_masks
+from dpquant_compile.passes.private.run_inductor_passes import run_inductor_passes
 from dpquant_compile.passes.private.share_operands import share_operands
 from dpquant_compile.passes.private.tag_forward import tag_forward
 from dpquant_compile.passes.runner import Pass, PassRecord, PassResult, run_passes
@@ -83,7 +83,7 @@ SPECIALISING_PASSES = (specialize,)
 ISOLATION_PASSES = (verify_isolation,)
 
 # Rewrites of the private joint graph that `trace_joint` makes, for Inductor to compile.
-COMPILED_JOINT_PASSES = (share_operands, optimize_joint, merge_equal_nodes, recompute_relu_masks, pack_relu_masks)
+COMPILED_JOINT_PASSES = (share_operands, run_inductor_passes, merge_equal_nodes, recompute_relu_masks, pack_relu_masks)
 
 # The same for an interpreted graph, for which masks save no memory.
 INTERPRETED_JOINT_PASSES = (share_operands, merge_equal_nodes)

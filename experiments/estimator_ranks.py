@@ -24,7 +24,8 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped, unused-ignore]
 
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.train import Run
-from dpquant_compile.privacy.accounting.epsilon import Entry, composed_epsilon, gathered
+from dpquant_compile.privacy.accounting.accountants import composed_epsilon
+from dpquant_compile.privacy.accounting.epsilon import Entry, gathered
 from dpquant_compile.privacy.schedule.estimators import Paper, PerSample, Setting
 from dpquant_compile.privacy.schedule.probe import draw_batch, unpack_pair
 

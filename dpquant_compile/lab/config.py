@@ -11,7 +11,7 @@ from typing import Any, get_args
 from dpquant_compile.errors import LabError, did_you_mean
 from dpquant_compile.numerics.formats import format_names
 from dpquant_compile.numerics.recipe import Outputs
-from dpquant_compile.privacy.accounting.planning import SIGMA_MEASURE
+from dpquant_compile.privacy.schedule.estimators import ESTIMATORS
 from dpquant_compile.privacy.schedule.scheduler import MODES
 from dpquant_compile.privacy.schedule.selection import NORMALISATIONS
 
@@ -151,7 +151,7 @@ _REMOVED = {
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "scheduler": MODES,
-    "estimator": tuple(SIGMA_MEASURE),
+    "estimator": tuple(ESTIMATORS),
     "optimizer": OPTIMIZERS,
     "privacy": PRIVACY,
     "lr_decay": DECAYS,

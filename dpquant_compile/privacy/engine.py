@@ -41,8 +41,9 @@ _BITS = b"dpquant bits v1"  # label from which the key of random bits is derived
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
     """Makes a compiled model, its optimizer, loss and data loader private.
 
-    It is an `opacus.PrivacyEngine`: accountants, Poisson sampling, optimizers and checkpoints are Opacus'. It replaces
-    only the clipping of per-sample gradients: one forward and one backward of the compiled program clip them.
+    It is an `opacus.PrivacyEngine`: accountants, Poisson sampling and optimizers are Opacus'. Clipping of per-sample
+    gradients is not: one forward and one backward of the compiled program clip them. Checkpoints have a format of their
+    own.
 
     `secure_mode=True` draws noise, Poisson samples and rounding bits by AES-256 from the operating system's entropy.
     Such a run cannot be repeated, and a resumed one continues with new randomness.

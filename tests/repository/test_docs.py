@@ -17,7 +17,7 @@ import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.registry import backend_names, choose_kernel
-from dpquant_compile.privacy.accounting.epsilon import ACCOUNTANTS
+from dpquant_compile.privacy.accounting.accountants import ACCOUNTANTS
 from dpquant_compile.privacy.clipping.bounds import CLIPPING
 from dpquant_compile.privacy.clipping.grad_rules import _RULES
 from dpquant_compile.privacy.schedule.scheduler import MODES

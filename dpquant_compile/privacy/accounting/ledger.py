@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from opacus.accountants import create_accountant
 
 from dpquant_compile.errors import LedgerError, PrivacyBudgetError
+from dpquant_compile.privacy.accounting.accountants import check_accountant, composed_epsilon, opacus_accountant
 from dpquant_compile.privacy.accounting.epsilon import (
     Entry,
     Headroom,
@@ -23,12 +24,9 @@ from dpquant_compile.privacy.accounting.epsilon import (
     Record,
     Target,
     between,
-    check_accountant,
     check_delta,
     check_target,
-    composed_epsilon,
     gathered,
-    opacus_accountant,
     total_steps,
 )
 from dpquant_compile.privacy.accounting.ledger_file import (

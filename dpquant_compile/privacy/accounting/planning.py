@@ -6,21 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
+from dpquant_compile.privacy.accounting.accountants import check_accountant, composed_epsilon
 from dpquant_compile.privacy.accounting.epsilon import (
     Entry,
-    check_accountant,
     check_count,
     check_delta,
     check_number,
-    composed_epsilon,
     gathered,
 )
+from dpquant_compile.privacy.schedule.estimators import ESTIMATORS, default_batches
 
 __all__ = ["Plan", "plan"]
 
-# Default noise of the scheduler's estimators.
-SIGMA_MEASURE = {"per_sample": 2.0, "paper": 0.5}
-PER_SAMPLE_BATCH = 512  # samples that a per-sample analysis is expected to draw
 PHYSICAL_BATCH = 128
 
 GRID = 1000  # σ is searched in steps of 1 / GRID …
@@ -145,18 +142,18 @@ def _analyses(
     sigma: float | None,
 ) -> tuple[int, tuple[float, float] | None]:
     """How many analyses there are, and the (q, σ) of one; None if there are none."""
-    if estimator is not None and estimator not in SIGMA_MEASURE:
-        raise PrivacySpecError(f"estimator must be one of {', '.join(SIGMA_MEASURE)} or None, not {estimator!r}.")
+    if estimator is not None and estimator not in ESTIMATORS:
+        raise PrivacySpecError(f"estimator must be one of {', '.join(ESTIMATORS)} or None, not {estimator!r}.")
     interval = check_count("n_interval", n_interval)
     count = (epochs - 1) // interval if analyses is None else check_count("analyses", analyses, least=0)
     if estimator is None or not count:
         return 0, None
     cap = min(PHYSICAL_BATCH, batch) if physical is None else check_count("max_physical_batch_size", physical)
-    usual = 1 if estimator == "paper" else max(1, round(PER_SAMPLE_BATCH / cap))
-    drawn = usual if n_sample is None else check_number("n_sample", n_sample)
+    kind = ESTIMATORS[estimator]
+    drawn = default_batches(kind, cap) if n_sample is None else check_number("n_sample", n_sample)
     if not drawn > 0:
         raise PrivacySpecError(f"n_sample must be above 0, not {n_sample!r}: a probe batch needs samples.")
-    noise = SIGMA_MEASURE[estimator] if sigma is None else check_number("sigma_measure", sigma)
+    noise = kind.sigma if sigma is None else check_number("sigma_measure", sigma)
     if not noise > 0:
         raise PrivacySpecError(f"sigma_measure must be above 0, not {noise!r}: without noise no target can be kept.")
     return count, (min(1.0, drawn / math.ceil(size / cap)), noise)

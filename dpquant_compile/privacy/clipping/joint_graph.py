@@ -223,7 +223,7 @@ class Tracing(fx.Interpreter):
         with torch.no_grad():
             found = ((use, by_node.get(use.node)) for use in self.spec.uses.uses)
             reached = [(use, grad) for use, grad in found if grad is not None]
-            pieces = {use: make_piece(use, self._values(use, grad)) for use, grad in reached}
+            pieces = {use: self._piece(use, grad) for use, grad in reached}
             held = {name: self._held(name, pieces) for name in self.spec.order}
             self.ways = tuple(self._way(name, pieces, held[name]) for name in self.spec.order)
             norms = [self._norms(name, pieces, held[name], live) for name in self.spec.order]
@@ -235,6 +235,21 @@ class Tracing(fx.Interpreter):
                 for name, factor in zip(self.spec.order, factors, strict=True)
             ]
         return sums, dropped
+
+    def _piece(self, use: Use, grad: Tensor) -> Piece:
+        if piece_kind(use) == "vmap":
+            self._check_memory(", ".join(use.params), self.env[use.constant].shape, str(use))
+        return make_piece(use, self._values(use, grad))
+
+    def _check_memory(self, name: str, shape: Sequence[int], uses: str) -> None:
+        """Raise if the per-sample gradients of a value of this shape do not fit."""
+        size = 4 * self.spec.batch * math.prod(shape)
+        if size > _LARGEST:
+            raise PerSampleGradientError(
+                f"parameter {name!r} is used in ways ({uses}) that need its per-sample gradients in memory: "
+                f"{size >> 20} MiB at a physical batch of {self.spec.batch}. Fix: a smaller max_physical_batch_size, "
+                "or freeze it"
+            )
 
     def _values(self, use: Use, grad: Tensor) -> UseValues:
         arguments = {
@@ -272,15 +287,7 @@ class Tracing(fx.Interpreter):
         own = self._pieces(name, pieces)
         if name in self.spec.uses.separate or not own or self._pooled(own):
             return None
-        shape = self.attributes_of(name).shape
-        size = 4 * self.spec.batch * math.prod(shape)
-        if size > _LARGEST:
-            uses = "; ".join(str(use) for use, _ in own)
-            raise PerSampleGradientError(
-                f"parameter {name!r} is used in ways ({uses}) that need its per-sample gradients in memory: "
-                f"{size >> 20} MiB at a physical batch of {self.spec.batch}. Fix: a smaller max_physical_batch_size, "
-                "or freeze it"
-            )
+        self._check_memory(name, self.attributes_of(name).shape, "; ".join(str(use) for use, _ in own))
         total: Tensor | None = None
         for use, piece in own:
             grads = piece.grads()

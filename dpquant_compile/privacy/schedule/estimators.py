@@ -22,7 +22,16 @@ from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sum
 from dpquant_compile.privacy.mechanism.optimizer import PrivateOptimizer
 from dpquant_compile.privacy.schedule.probe import Batch, Probe
 
-__all__ = ["ADJACENCIES", "Estimator", "Paper", "PerSample", "Setting", "make_estimator"]
+__all__ = [
+    "ADJACENCIES",
+    "ESTIMATORS",
+    "Estimator",
+    "Paper",
+    "PerSample",
+    "Setting",
+    "default_batches",
+    "make_estimator",
+]
 
 ADJACENCIES = ("add_remove", "replace_one")
 
@@ -61,6 +70,8 @@ class Estimator(Protocol):
     With several processes, `measure` runs on rank 0 alone, on the whole probe batch. With an attribute
     `sharded = True` it runs on all of them, each on its own samples, and must itself add up over `setting.world`,
     before it clips anything that it does not clip sample by sample.
+
+    An attribute `expected_samples` is the default size of the probe batch; without it, that is one physical batch.
     """
 
     sigma: float
@@ -89,6 +100,7 @@ class PerSample:
     """
 
     sharded: ClassVar[bool] = True
+    expected_samples: ClassVar[int] = 512
     clip: float = 0.5
     sigma: float = 2.0
     repetitions: int = 1
@@ -216,6 +228,19 @@ class Paper:
         return float(both[0]) / max(float(both[1]), 1.0)
 
 
+# By the names that the scheduler, `plan` and the command line take.
+ESTIMATORS: dict[str, type[PerSample] | type[Paper]] = {"per_sample": PerSample, "paper": Paper}
+
+
+def default_batches(estimator: Any, physical: int) -> float:
+    """Physical batches that an analysis draws in expectation unless `n_sample` is given; at least one.
+
+    `estimator` is an object or its class. The scheduler draws by this number, and `plan` counts by it.
+    """
+    samples = getattr(estimator, "expected_samples", None)
+    return 1.0 if samples is None else max(1.0, float(round(samples / physical)))
+
+
 def make_estimator(kind: Any, **given: Any) -> Any:
     """An estimator by name, with the given settings and the defaults of its kind for the rest."""
     if not isinstance(kind, str):
@@ -224,10 +249,10 @@ def make_estimator(kind: Any, **given: Any) -> Any:
                 "an estimator object brings its settings with it. Fix: leave out those of the scheduler"
             )
         return kind
-    classes = {"per_sample": PerSample, "paper": Paper}
-    if kind not in classes:
-        raise PrivacySpecError(f"estimator={kind!r}: choose 'per_sample', 'paper', or an object with the same methods")
-    made = classes[kind](**{name: value for name, value in given.items() if value is not None})
+    if kind not in ESTIMATORS:
+        names = ", ".join(map(repr, ESTIMATORS))
+        raise PrivacySpecError(f"estimator={kind!r}: choose {names}, or an object with the same methods")
+    made = ESTIMATORS[kind](**{name: value for name, value in given.items() if value is not None})
     for name in ("clip", "sigma", "repetitions"):
         value = getattr(made, name)
         if not is_number(value) or not 0 < value < math.inf or (name == "repetitions" and value != int(value)):

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
 from dpquant_compile.policy import Policy
-from dpquant_compile.privacy.accounting.epsilon import Entry, composed_epsilon, gathered
+from dpquant_compile.privacy.accounting.accountants import composed_epsilon
+from dpquant_compile.privacy.accounting.epsilon import Entry, gathered
 from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.engine import PrivacyEngine
-from dpquant_compile.privacy.schedule.estimators import ADJACENCIES, Estimator, PerSample, Setting, make_estimator
+from dpquant_compile.privacy.schedule.estimators import ADJACENCIES, Estimator, Setting, default_batches, make_estimator
 from dpquant_compile.privacy.schedule.history import EpochRecord, History
 from dpquant_compile.privacy.schedule.probe import Batch, draw_batch, unpack_pair
 from dpquant_compile.privacy.schedule.selection import NORMALISATIONS, draw, lowest, probabilities
@@ -96,7 +97,7 @@ class Scheduler:
             estimator, repetitions=repetitions, sigma=sigma_measure, clip=clip_measure
         )
         physical, size = self.run.default_physical or self.run.physical, self.run.loader.size
-        self.n_sample = n_sample if n_sample is not None else self._default_samples(physical)
+        self.n_sample = n_sample if n_sample is not None else default_batches(self.estimator, physical)
         self.sample_rate = min(1.0, self.n_sample / math.ceil(size / physical))
         self._check()
         self.policies = self._named(policies)
@@ -241,9 +242,6 @@ class Scheduler:
         )
 
     # Checking
-
-    def _default_samples(self, physical: int) -> float:
-        return max(1.0, float(round(512 / physical))) if isinstance(self.estimator, PerSample) else 1.0
 
     def _check(self) -> None:
         if self.run.session.internals.programs.provisional:

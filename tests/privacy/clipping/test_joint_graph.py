@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpquant_compile.errors import IsolationError
+from dpquant_compile.errors import IsolationError, PerSampleGradientError
+from dpquant_compile.privacy.clipping import joint_graph
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
 
 
@@ -75,6 +76,17 @@ def test_gradients_are_autograds(name: str) -> None:
     model, x = Net(BODIES[name]), torch.randn(5, 4)
     compiled, _, _ = made_private(model, 6)
     assert_close(clipped_sums(compiled, [x]), reference_sums(model, [x]))
+
+
+@pytest.mark.parametrize("body", [lambda net, x: net.fc(x) @ net.weight, lambda net, x: net.fc(x @ net.weight)])
+def test_gradients_that_vmap_would_hold_are_limited(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a parameter that is used once; a layer with a rule of its own holds none."""
+    monkeypatch.setattr(joint_graph, "_LARGEST", 4 * 3 * 16)
+    x = torch.randn(3, 4)
+    made_private(Net(body), 3)[0](x)
+    compiled, _, _ = made_private(Net(body), 4)
+    with pytest.raises(PerSampleGradientError, match=r"'weight'.*matmul.*batch of 4.*max_physical_batch_size"):
+        compiled(x)
 
 
 def test_a_random_draw_of_a_parameter_is_refused() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
-from dpquant_compile.privacy.schedule.estimators import Paper, PerSample
+from dpquant_compile.privacy.schedule.estimators import ESTIMATORS, Paper, PerSample
 from tests.support import models
 from tests.support.schedules import SITES, Constant, Numbers, engine_of, run_epochs, six, zeros
 
@@ -133,6 +133,31 @@ def test_defaults_follow_the_estimator() -> None:
     assert dpq.Scheduler(engine_of(Numbers(100))).sample_rate == 1.0  # fewer samples than it would like: all of them
     custom = dpq.Scheduler(engine_of(Numbers(640)), n_sample=3, sigma_measure=5.0, clip_measure=0.1, repetitions=2)
     assert custom.sample_rate == 3 / 80 and custom.estimator == PerSample(0.1, 5.0, 2)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("physical", [32, 128, 1024])
+def test_plan_counts_the_analyses_as_the_scheduler_makes_them(estimator: str, physical: int) -> None:
+    scheduler = dpq.Scheduler(engine_of(Numbers(50_000), 1024, physical), estimator=estimator)
+    planned = dpq.plan(
+        noise_multiplier=1.0,
+        delta=1e-5,
+        dataset_size=50_000,
+        batch_size=1024,
+        epochs=5,
+        max_physical_batch_size=physical,
+        estimator=estimator,
+        accountant="rdp",
+    )
+    assert (planned.analysis_rate, planned.sigma_measure) == (scheduler.sample_rate, scheduler.estimator.sigma)
+
+
+def test_an_estimator_of_ones_own_draws_one_physical_batch_or_what_it_says() -> None:
+    class Large(Constant):
+        expected_samples = 640
+
+    assert dpq.Scheduler(engine_of(Numbers(640), 64, 32), estimator=Constant(0.0)).n_sample == 1
+    assert dpq.Scheduler(engine_of(Numbers(640), 64, 32), estimator=Large(0.0)).n_sample == 20
 
 
 def test_a_draw_is_poisson_and_apart_from_the_training_batches() -> None:

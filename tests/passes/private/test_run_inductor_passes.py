@@ -1,4 +1,4 @@
-"""optimize_joint: Inductor's passes over a joint graph, with the outputs' names kept."""
+"""run_inductor_passes: Inductor's passes over a joint graph, with the outputs' names kept."""
 
 import torch
 from expecttest import assert_expected_inline
@@ -6,7 +6,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpquant_compile.passes.private.optimize_joint import optimize_joint
+from dpquant_compile.passes.private.run_inductor_passes import run_inductor_passes
 
 
 def traced(function: object) -> fx.GraphModule:
@@ -29,7 +29,7 @@ X = torch.linspace(0.1, 0.9, 6)
 def test_what_does_nothing_goes_and_the_output_keeps_its_name() -> None:
     gm = traced(reshaped)
     gm.graph.output_node().args[0][0]._rename("clipped_sum")  # type: ignore[index,union-attr]
-    gm, modified = optimize_joint(gm)
+    gm, modified = run_inductor_passes(gm)
     assert modified
     assert_expected_inline(
         str(gm.graph).strip(),
@@ -44,11 +44,11 @@ graph():
 def test_a_graph_without_such_nodes_stays() -> None:
     gm = traced(plain)
     before = str(gm.graph)
-    result = optimize_joint(gm)
+    result = run_inductor_passes(gm)
     assert not result.modified and str(result.graph_module.graph) == before
 
 
 def test_numbers_are_the_same_bits() -> None:
-    gm = optimize_joint(traced(reshaped)).graph_module
+    gm = run_inductor_passes(traced(reshaped)).graph_module
     gm.recompile()
     assert torch.equal(gm(X)[0], X.exp())

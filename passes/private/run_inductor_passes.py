@@ -7,10 +7,10 @@ from torch._inductor.virtualized import V
 from dpquant_compile.passes.private.joint_facts import outputs_of
 from dpquant_compile.passes.runner import PassResult
 
-__all__ = ["optimize_joint"]
+__all__ = ["run_inductor_passes"]
 
 
-def optimize_joint(gm: fx.GraphModule) -> PassResult:
+def run_inductor_passes(gm: fx.GraphModule) -> PassResult:
     """Let Inductor fold constants, remove operators without effect, and match its patterns before the cut.
 
         y = x * full([], 1)   →   y = x
