@@ -120,6 +120,10 @@ def compile_graph(
         return interpret
     examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     fake_mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    # The backward is compiled for the strides that the trace has, so Inductor may not choose others for what is saved.
+    output = gm.graph.output_node()
+    results = enumerate(cast(Sequence[Any], output.args[0]))
+    output.meta["user_visible_output_idxs"] = [place for place, value in results if isinstance(value, fx.Node)]
     with (
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),

@@ -400,8 +400,9 @@ class _RunHooks(Hooks):
         self._session = session
 
     def begin_epoch(self) -> None:
-        """Make all processes draw the same batches."""
+        """Forget what was given by hand before, and make all processes draw the same batches."""
         run = self._newest()
+        run.session.announce(None)
         if run.shared_uniform is not None:
             run.shared_uniform.take_key(run.world.on_first("the batches of an epoch", lambda: os.urandom(32)))
         elif run.world.size > 1 and run.loader.generator is not None:

@@ -104,6 +104,7 @@ class Step:
     - A forward replaces the one before, whose backward is then refused. Evaluation, `torch.no_grad()` and analyses that
       run forward only do not come here.
     - A batch may be released without a backward: that is noise alone. A second release of one batch is paid for again.
+      A sum that lacks some micro-batches of its batch cannot leave.
     - A batch may be left without a release: the payment for the next one replaces its own, and the first micro-batch of
       the next one empties the sum. So do `end`, which ends the payment too, and `drop`, at any time.
     - A release that fails on its way can be paid for and made again, or the next backward begins a new sum.
@@ -123,6 +124,7 @@ class Step:
         self._paid: float | None = None
         self._open: Forward | None = None  # the last forward, until its backward
         self._spent = False  # whether this micro-batch has had its backward
+        self._whole = True  # whether those before it have had theirs, and nothing that was in the sum is lost
         self._sum = _Sum.EMPTY
         self._pinned: Pinned | None = None
         self._rows: int | None = None
@@ -184,6 +186,11 @@ class Step:
         """The most that one sample has added to the sum."""
         return self._sum_bound
 
+    @property
+    def _counted(self) -> bool:
+        """Whether the samples of this micro-batch are in the sum; trivially so if it has none."""
+        return self._spent or self._micro is None or len(self._micro.ids) == 0
+
     # Transitions
 
     def set_bound(self, bound: float) -> None:
@@ -206,13 +213,15 @@ class Step:
                 "a micro-batch continues a logical batch that is complete, or never began: its samples would be in a "
                 "sum that was not drawn with them. Fix: take batches from the loader that make_private returned"
             )
-        self._micro, self._open, self._spent = micro, None, False
+        whole = micro.first or (self._whole and self._counted)
         if micro.first:
             self.drop()
+        self._micro, self._open, self._spent, self._whole = micro, None, False, whole
 
     def end(self) -> None:
         """Leave the loop: a payment that was not used is lost, and so is a sum that no step has used."""
         self._micro = self._paid = self._open = None
+        self._whole = True
         self.drop()
 
     def forward(self, pinned: Pinned, rows: int) -> Forward:
@@ -273,6 +282,13 @@ class Step:
                 f"noise_multiplier is {noise_multiplier:g} now, but this batch was accounted for with {self._paid:g}. "
                 "Fix: change it between batches, after optimizer.step()"
             )
+        if self.growing and (self.incomplete or not (self._whole and self._counted)):
+            raise PrivateTrainingError(
+                "a sum is about to leave that lacks micro-batches of its logical batch. Which samples share a "
+                "micro-batch depends on who is in the batch, so a record more could move many others into or out of "
+                "the sum. Fix: one backward for every micro-batch that the loader yields, and the step after the last; "
+                "skip none by its loss, since samples without a finite gradient are left out one by one"
+            )
         self._paid = self._open = None
         if self.empty:
             self._sum_bound = self._next_bound
@@ -281,4 +297,6 @@ class Step:
 
     def drop(self) -> None:
         """Empty the sum: its samples were released, or no step will use them."""
+        if self.growing and self._micro is not None:
+            self._whole = False
         self._sum = _Sum.EMPTY

@@ -1,6 +1,9 @@
 """What a private training loop may not do: count twice, or reach a parameter or a disk around the noise."""
 
+import copy
 import io
+import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -381,3 +384,153 @@ def test_noise_is_for_the_bound_that_the_sum_was_clipped_to() -> None:
     run.optimizer.max_grad_norm = 2.0  # for the next batch
     loss.backward()
     assert run.engine.session.sensitivity == 0.5
+
+
+# Samples that a sum lacks
+
+
+def skipping(run: Run) -> None:
+    """A loop that leaves the second of three micro-batches out, say because its loss is not finite."""
+    for place, (x, y) in enumerate(run.loader):
+        loss = run.criterion(run.model(x), y)
+        if place != 1:
+            loss.backward()
+        run.optimizer.step()
+
+
+def test_a_micro_batch_that_is_skipped_stops_the_release() -> None:
+    run = made(noise_multiplier=0.0, batch=24, max_physical_batch_size=8)
+    before = models.state(run.model)
+    with pytest.raises(PrivateTrainingError, match=r"lacks micro-batches of its logical batch.*skip none by its loss"):
+        skipping(run)
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+def test_noise_in_the_middle_of_a_logical_batch_is_refused() -> None:
+    run = made(batch=24, max_physical_batch_size=8)
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+        with pytest.raises(PrivateTrainingError, match="the step after the last"):
+            run.optimizer.add_noise()
+        break
+
+
+def test_a_sample_without_a_finite_gradient_needs_no_skipping() -> None:
+    x, y = dataset(6).tensors
+    x[2] = torch.inf
+    run = made(data=torch.utils.data.TensorDataset(x, y), batch=6, max_physical_batch_size=2)
+    train(run)
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+
+
+def accumulating(run: Run) -> None:
+    """A loop that wants to add up gradients over batches."""
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+
+
+def test_a_batch_without_a_step_warns_that_its_gradients_are_dropped() -> None:
+    run = made(max_physical_batch_size=24)
+    with pytest.warns(UserWarning, match=r"left without optimizer\.step\(\).*raise batch_size"):
+        accumulating(run)
+
+
+def test_zero_grad_after_a_loop_that_was_left_drops_what_was_given_by_hand() -> None:
+    run = made(batch=24, max_physical_batch_size=8)
+    x, y = next(batches := iter(run.loader))
+    session = run.engine.session
+    assert session is not None
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()  # skipped: more micro-batches follow
+    batches.close()
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.zero_grad()
+    assert session.step.empty
+    run.criterion(run.model(x), y).backward()  # the second one, had the first been kept
+
+
+def test_samples_by_hand_before_a_loop_do_not_raise_its_rate() -> None:
+    run = made()
+    x, y = dataset(4).tensors
+    run.criterion(run.model(x), y).backward()
+    train(run)
+    assert {entry.q for entry in run.engine.ledger.entries} == {0.25}
+
+
+# What backward needs as it was
+
+
+class Squashed(nn.Module):
+    """Its backward needs the input and the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(FEATURES, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.fc(x) * self.scale)
+
+
+@pytest.mark.parametrize("what", ["input 0", "output 0", "attribute 'scale'"])
+def test_writing_in_place_before_backward_is_refused(what: str) -> None:
+    run = made(Squashed(), max_physical_batch_size=4)
+    x, y = dataset(4).tensors
+    out = run.model(x)
+    written = {"input 0": x, "output 0": out, "attribute 'scale'": run.model.scale}[what]
+    loss = run.criterion(out * 2, y)
+    with torch.no_grad():
+        written.sub_(written.mean(0))
+    with pytest.raises(
+        PrivateTrainingError, match=rf"^{what} of the model was written to in place.*Fix: change a copy"
+    ):
+        loss.backward()
+    assert run.engine.session is not None and run.engine.session.step.empty
+
+
+def test_a_forward_without_a_backward_leaves_no_memory_behind() -> None:
+    # By Inductor, which saves the very tensor that it gives as the output.
+    run = made(Squashed(), max_physical_batch_size=4, compile_options={"inner": "inductor"})
+    x, _ = dataset(4).tensors
+    session = run.engine.session
+    assert session is not None
+    out = run.model(x)
+    gone = weakref.ref(session.step._open)  # type: ignore[type-var]  # held by the call
+    session.step.end()
+    assert gone() is not None
+    del out
+    assert gone() is None
+
+
+# Copies
+
+
+def test_an_optimizer_is_neither_copied_nor_pickled() -> None:
+    run = made()
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrivateTrainingError, match=r"neither copied nor pickled.*state_dict"):
+            attempt(run.optimizer)
+
+
+class FailsOnce(torch.optim.SGD):
+    """A wrapped optimizer that raises in its first step."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def test_a_step_that_failed_in_the_wrapped_optimizer_is_paid_for_again() -> None:
+    run = made(optimizer=lambda parameters: FailsOnce(parameters, lr=0.1))
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run.optimizer.step()
+        run.optimizer.step()
+        break
+    assert sum(entry.steps for entry in run.engine.ledger.entries) == 2

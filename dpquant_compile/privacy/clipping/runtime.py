@@ -6,6 +6,7 @@ gradient reaches one around the clipping. The sums have no noise yet: they are n
 """
 
 import math
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,6 +27,7 @@ from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.fx_utils import bind_inputs, read_attribute
 from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.private.joint_facts import TENSOR
+from dpquant_compile.passes.snapshot import storage_of
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, packed_key
@@ -33,7 +35,7 @@ from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, 
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.constants import Constants
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
-from dpquant_compile.privacy.hooks import refuse_hooks
+from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 from dpquant_compile.privacy.run import Forward, Pinned, Step
 from dpquant_compile.programs import Program
@@ -148,6 +150,13 @@ class Session:
         if micro is None:
             self.step.end()
         else:
+            if micro.first and self.step.micro is not None and self.step.growing:
+                warnings.warn(
+                    "a batch was left without optimizer.step(): its gradients are dropped, and it is paid for all the "
+                    "same. They do not add up over batches. Fix: one step for each batch of the loader; for larger "
+                    "batches raise batch_size, and give max_physical_batch_size for what fits into memory",
+                    stacklevel=3,
+                )
             self.step.hand_out(micro)
         if self.step.empty:
             self._clear()
@@ -204,6 +213,7 @@ class Session:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training forward."""
         refuse_hooks(self.model)
+        refuse_modes()
         args, kwargs = self.internals.programs.normalise(args, kwargs)
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
@@ -333,7 +343,8 @@ class Session:
             kind = (*key, self.clipping.mode, self.physical, held)
             kept = self.internals.programs.private
             if kind not in kept:
-                kept[kind] = (program, self._built(program, inputs, call))
+                with torch.autograd.set_detect_anomaly(False):  # what it adds would become part of the program
+                    kept[kind] = (program, self._built(program, inputs, call))
             self.constants.check_attributes(program.attributes)
             self._programs[key] = kept[kind]
             self._used |= set(kept[kind][1].spec.order)
@@ -359,21 +370,48 @@ class _Call:
         self.session, self.program, self.size, self.forward = session, program, size, forward
         self.saved: list[Any] | None = None
         self.versions = self._versions()
+        self._watched: list[tuple[str, Tensor, int]] = []
 
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self.session.parameters.values())
 
+    def run(self, inputs: Inputs) -> list[Any]:
+        """The outputs, padded; what backward needs stays here, and is watched for writes from outside."""
+        spec = self.program.spec
+        outputs, saved = self.program.run_forward(inputs)
+        shown = {id(value) for value in outputs}
+        # Without the outputs' history, which holds this call: a cycle that Python could not free.
+        self.saved = [value.detach() if id(value) in shown else value for value in saved]
+        kept = {storage_of(value) for value in saved if isinstance(value, Tensor)}
+        read = {f"attribute {name!r}": read_attribute(spec.base, name) for name in spec.attributes}
+        given = {f"input {place}": leaf for place, leaf in enumerate(tree_flatten(inputs.args)[0])}
+        made = {f"output {place}": leaf for place, leaf in enumerate(outputs)}
+        self._watched = [
+            (name, value.detach(), value._version)
+            for name, value in {**read, **given, **made}.items()
+            if isinstance(value, Tensor) and not value.is_inference() and storage_of(value) in kept
+        ]
+        return outputs
+
     def backward(self, grads: Sequence[Tensor]) -> None:
         session = self.session
         refuse_hooks(session.model)
+        refuse_modes()
         session.step.check_backward(self.forward)
         if self.versions != self._versions() or self.forward.pinned.contents != session.contents():
             raise PrivateTrainingError(
                 "parameters were changed between the forward and its backward: the gradient would belong to neither. "
                 "Fix: call optimizer.step() after backward()"
             )
+        written = next((name for name, value, version in self._watched if value._version != version), None)
+        if written is not None:
+            raise PrivateTrainingError(
+                f"{written} of the model was written to in place between the forward and its backward, which needs it "
+                "as it was; what was written may also come from other samples. Fix: change a copy, as in x.clone() or "
+                "y = x * 2"
+            )
         assert self.saved is not None
-        saved, self.saved = self.saved, None
+        saved, self.saved, self._watched = self.saved, None, []
         scale = self.size if session.mean else 1
         tangents = [
             (grad * scale).contiguous()
@@ -388,7 +426,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: _Call, inputs: Inputs) -> tuple[Any, ...]:
-        outputs, call.saved = call.program.run_forward(inputs)
+        outputs = call.run(inputs)
         ctx.call = call
         flags = zip(outputs, call.program.differentiable, strict=True)
         ctx.mark_non_differentiable(*(value for value, wanted in flags if not wanted))

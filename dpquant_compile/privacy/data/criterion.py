@@ -18,7 +18,7 @@ from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.call_structure import CallStructure
 from dpquant_compile.privacy.constants import FrozenValues, changed, check_names, named_arguments
-from dpquant_compile.privacy.hooks import refuse_hooks
+from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.programs import is_default
 
 __all__ = ["CONSTANT_PREFIX", "PrivateCriterion"]
@@ -107,6 +107,7 @@ class PrivateCriterion(nn.Module):
         self._set = self._settings()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_modes()
         refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
         losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else None)
         if self.reduction == "none":

@@ -211,7 +211,7 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; the sums of a logical batch that is under way stay."""
-        if not self._is_last_step_skipped and not self.session.step.begun:
+        if not self.session.step.divided:
             self.session.drop_sums()
         self.original_optimizer.zero_grad(set_to_none)
         # Gradients that are gone need no watching; their memory is free for the next ones.
@@ -225,7 +225,17 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
                 closure()
         if not self.pre_step():
             return None
+        self._note_gradients()  # if the wrapped optimizer raises, they are still known as ours
         result = self.original_optimizer.step()
+        self._note_gradients()
+        return result
+
+    def _note_gradients(self) -> None:
         grads = ((name, parameter.grad) for name, parameter in self.session.parameters.items())
         self._left = {name: (grad, grad._version) for name, grad in grads if grad is not None}
-        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PrivateTrainingError(
+            "a private optimizer can be neither copied nor pickled: it belongs to its model, engine and account. Fix: "
+            "optimizer.state_dict(), or engine.save_checkpoint(...) for the whole run"
+        )

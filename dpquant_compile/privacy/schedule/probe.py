@@ -30,7 +30,7 @@ from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.privacy.clipping.parameter_uses import axis_of
 from dpquant_compile.privacy.clipping.runtime import Session, padded, real_rows
 from dpquant_compile.privacy.data.poisson_loader import PrivateLoader
-from dpquant_compile.privacy.hooks import refuse_hooks
+from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 __all__ = ["Batch", "Probe", "draw_batch", "unpack_pair"]
@@ -113,6 +113,7 @@ class Probe:
         model = self._internals.original
         was = {module: module.training for module in model.modules()}
         refuse_hooks(self._session.model)
+        refuse_modes()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         model.eval()
         try:

@@ -362,3 +362,21 @@ def test_inductor_equals_eager(inductor: Run, policy: str) -> None:
         run.model.step = 5
         run.criterion(run.model(x), y).backward()
     assert_same(sums_of(inductor.model), sums_of(eager.model))
+
+
+class Repeated(nn.Module):
+    """What its backward needs has strides that Inductor would choose otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.relu(self.conv(x.repeat(1, 3, 1, 1))).mean((2, 3)))
+
+
+def test_saved_tensors_keep_the_strides_of_the_trace() -> None:
+    model, x = models.seeded(Repeated), torch.randn(4, 1, 6, 6)
+    sums = [clipped_sums(made_private(copy.deepcopy(model), 4, inner=inner)[0], [x]) for inner in ("eager", "inductor")]
+    assert_same(sums[1], sums[0])
