@@ -1,6 +1,6 @@
 """Train a small CNN privately on several processes, with three quarters of its layers in FP4.
 
-    torchrun --nproc-per-node=2 examples/ddp.py [--epochs 6] [--out out/ddp]
+    torchrun --nproc-per-node=2 examples/ddp.py [--epochs 6] [--inner inductor]
 
 The data are the 1,797 handwritten digits that come with scikit-learn. Each process clips the gradients of its share of
 every Poisson batch; the sums are added up, noise comes in once, and all processes take the same step. Killed and
@@ -52,6 +52,7 @@ def main() -> None:
     """Train, and let rank 0 say what came of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--inner", default="inductor", help="inductor, aot_eager or eager (default: inductor)")
     parser.add_argument("--out", type=Path, default=Path("out/ddp"), help="for checkpoint and ledger; all must see it")
     args = parser.parse_args()
     if "RANK" in os.environ:  # set by torchrun
@@ -61,7 +62,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     records, test_x, test_y = digits()
-    model = dpq.compile(build(), budget=0.75)
+    model = dpq.compile(build(), budget=0.75, inner=args.inner)
     engine = dpq.PrivacyEngine(accountant="rdp", ledger_path=args.out / "ledger.json")
     model, optimizer, criterion, loader = engine.make_private(
         module=model.train(),
