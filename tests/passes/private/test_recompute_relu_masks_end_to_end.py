@@ -1,7 +1,7 @@
 """What a private program holds between forward and backward, and the masks of ReLUs that it works out again."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -74,10 +74,38 @@ def made(build: Callable[[], nn.Module], **options: Any) -> dpq.CompiledModule:
     return made_private(build(), 6, backend="auto", **options)[0]
 
 
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """The passes run, and Inductor does not: what a graph computes and holds is the same."""
+
+    def interpret(gm: Any, kind: str, inner: str, recorder: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "compile_graph", interpret)
+        yield
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    with interpreting():
+        yield
+
+
+@contextmanager
+def quick(name: str) -> Iterator[None]:
+    """Inductor takes half a minute for the largest of the models."""
+    with interpreting() if name == "residual" else nullcontext():
+        yield
+
+
 @cache
 def built(name: str) -> dpq.CompiledModule:
     """One of the models, compiled once; tests set its policy."""
-    return made(MODELS[name])
+    with quick(name):
+        model = made(MODELS[name])
+        clipped_sums(model, [batch()])
+    return model
 
 
 def batch() -> Tensor:
@@ -148,7 +176,7 @@ def test_a_low_site_holds_at_most_three_tenths_of_its_input(name: str, monkeypat
 @pytest.mark.parametrize("name", ["residual", "plain", "perceptron"])
 def test_masks_worked_out_again_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = batch()
-    with without_masks(monkeypatch):
+    with without_masks(monkeypatch), quick(name):
         before = made(MODELS[name])
         policies = ["none", "all", list(before.sites.names)[::2]]
         expected = [sums_under(before, policy, x) for policy in policies]
@@ -241,16 +269,6 @@ class Compares(nn.Module):
             other = torch.stack([other, 2 * other, -other], 1)
             return self.left(h) + other.masked_fill((h <= 0)[:, None], 0.0).sum((1, 2))[:, None]
         return self.left(h) + other.masked_fill(h <= 0, 0.0).float().sum(1, keepdim=True)
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The passes run, and Inductor does not: what a graph computes is the same."""
-
-    def interpret(gm: Any, kind: str, inner: str, recorder: Any) -> Any:
-        return make_boxed_func(gm.forward)
-
-    monkeypatch.setattr(program, "compile_graph", interpret)
 
 
 @pytest.mark.usefixtures("interpreted")
