@@ -124,6 +124,7 @@ register_task(
         "nothing: the digits come with scikit-learn",
         dict(lr=0.5, lr_adam=0.01, batch_size=256, epochs=12, noise_multiplier=1.3, delta=1e-4, physical=304),
         sample=(1, 8, 8),
+        inner="aot_eager",
         small=True,
     )
 )
