@@ -45,6 +45,11 @@ class Config:
     def __str__(self) -> str:
         return f"{self.model}, {self.size}, batch {self.batch}"
 
+    @property
+    def inner(self) -> str:
+        """What compiles it: for the smoke run, of which times say nothing, what is quick to start."""
+        return "aot_eager" if self.model == "small" else "inductor"
+
 
 class WideBlock(nn.Module):
     """Norm, ReLU and conv, twice, around a shortcut."""
@@ -126,7 +131,7 @@ def plain(config: Config, compiled: bool) -> Step:
     """Training without privacy: gradients, and the optimizer's step."""
     model, (x, y) = build(config), batch_of(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    call: Any = torch.compile(model) if compiled else model
+    call: Any = torch.compile(model, backend=config.inner) if compiled else model
 
     def gradients() -> None:
         optimizer.zero_grad()
@@ -140,8 +145,7 @@ class Private:
 
     def __init__(self, config: Config, backend: str = "auto") -> None:
         self.x, self.y = batch_of(config)
-        inner = "eager" if config.model == "small" else "inductor"  # the smoke run's, of which times say nothing
-        model = dpq.compile(build(config), budget=0, backend=backend, inner=inner)
+        model = dpq.compile(build(config), budget=0, backend=backend, inner=config.inner)
         made = dpq.PrivacyEngine(accountant="rdp").make_private(
             module=model.train(),
             optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),

@@ -1,7 +1,11 @@
-"""One thread per worker: the tests run in as many processes as there are cores, and threads would fight over them."""
+"""One thread per worker: the tests run in as many processes as there are cores, and threads would fight over them.
+Interrupts raise, as they do in a terminal: a shell that starts the tests in the background has them ignored.
+"""
 
 import os
+import signal
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
