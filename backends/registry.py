@@ -1,7 +1,7 @@
 """Kernels: one record each, one registry, and the choice of a kernel for a site."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -43,6 +43,11 @@ class SiteCall:
     geometry: ConvGeometry | None
     site: int
     call: int
+
+    def running(self, precision: int) -> "SiteCall | None":
+        """The call as it runs at this precision, see `Precision`; None for full precision."""
+        recipe = self.recipe.running(precision)
+        return self if recipe is self.recipe else None if recipe is None else replace(self, recipe=recipe)
 
     @property
     def groups(self) -> int:
@@ -179,14 +184,18 @@ def backend_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def choose_kernel(call: SiteCall, device: torch.device) -> Choice:
-    """The kernel that runs `call` on `device`; raises `KernelError` if the asked-for backend cannot."""
+    """The kernel that runs `call` on `device`; raises `KernelError` if the asked-for backend cannot.
+
+    Both sides of the switch run by the same kernel, since one program serves every policy.
+    """
     asked = call.recipe.backend
     if asked not in backend_names():
         raise KernelError(f"no backend is named {asked!r}. Choose one of: {listing(backend_names())}")
     ranked = sorted(_KERNELS.values(), key=lambda kernel: -kernel.priority)
     reasons: list[tuple[str, str]] = []
     for kernel in ranked if asked == "auto" else [_KERNELS[asked]]:
-        reason = kernel.supports(call, device)
+        other = call.running(call.recipe.other)
+        reason = kernel.supports(call, device) or (None if other is None else kernel.supports(other, device))
         if reason is None:
             return Choice(kernel, tuple(reasons))
         reasons.append((kernel.backend, reason))

@@ -1,4 +1,4 @@
-"""Private training in FP4: whole steps at several shares of quantized sites, against full precision, in one run.
+"""Private training in low precision: whole steps by recipe and share of quantized sites, against full precision.
 
     python benchmarks/fp4_step.py                        # ResNet18, WideResNet-16-4 and a transformer
     python benchmarks/fp4_step.py --scaling              # how the cost grows with the batch
@@ -6,8 +6,9 @@
     python benchmarks/fp4_step.py --smoke                # a small CNN, seconds
 
 Times are medians over repeats that alternate between the contestants, on two threads: forward, backward and clipping in
-one column, noise and the optimizer's step in the other. "FP4 90 %" means nine tenths of the sites, drawn at random by a
-fixed seed; smaller shares are subsets of larger ones. "peaks" measures what this machine can do at best.
+one column, noise and the optimizer's step in the other. "int4 90 %" means nine tenths of the sites by that recipe,
+drawn at random by a fixed seed; smaller shares are subsets of larger ones. "peaks" measures what this machine can do at
+best.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from dpquant_compile import torchvision_compat
 from dpquant_compile.backends.cpu_int8 import build as native
 
 CLASSES = 10
-SHARES = (0, 50, 75, 90, 100)
+# Shares of low sites in per cent, by recipe; the first recipe's program also runs in full precision.
+CONTEST = {"int4": (0, 50, 75, 90, 100), "int8": (90, 100), "luq_fp4": (90, 100)}
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,10 @@ def plain(config: Config, compiled: bool) -> Step:
 class Private:
     """Private training, with the policy as data."""
 
-    def __init__(self, config: Config, backend: str = "auto") -> None:
+    def __init__(self, config: Config, recipe: str = "int4") -> None:
         self.x, self.y = batch_of(config)
-        model = dpq.compile(build(config), budget=0, backend=backend, inner=config.inner)
+        numerics: dict[str, Any] = {"recipe": recipe} if recipe in dpq.recipe_names() else {"format": recipe}
+        model = dpq.compile(build(config), budget=0, inner=config.inner, **numerics)
         made = dpq.PrivacyEngine(accountant="rdp").make_private(
             module=model.train(),
             optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -161,7 +164,7 @@ class Private:
         self.optimizer.step()  # compiled by now
 
     def at(self, share: int) -> Step:
-        """A step with that many per cent of the sites in FP4."""
+        """A step with that many per cent of the sites in low precision."""
         names = list(self.model.sites.names)
         random.Random(0).shuffle(names)
         chosen = names[: round(share / 100 * len(names))]
@@ -221,19 +224,20 @@ def report(config: Config, times: dict[str, Any]) -> dict[str, Any]:
 
 def contest(config: Config, repeats: int) -> dict[str, Any]:
     """All contestants on one configuration."""
-    private = Private(config)
     steps = {"eager": plain(config, False), "torch.compile": plain(config, True)}
-    for share in SHARES:
-        steps["private fp32" if share == 0 else f"private FP4 {share} %"] = private.at(share)
+    for recipe, shares in CONTEST.items():
+        private = Private(config, recipe)
+        for share in shares:
+            steps[f"private {recipe} {share} %" if share else "private fp32"] = private.at(share)
     return report(config, measure(steps, repeats))
 
 
 def scaling(args: argparse.Namespace) -> dict[str, Any]:
     """The time of a step over the batch, drawn and fitted by a line."""
-    points: dict[str, dict[int, float]] = {"private fp32": {}, "private FP4 90 %": {}}
+    points: dict[str, dict[int, float]] = {"private fp32": {}, "private int4 90 %": {}}
     for batch in args.batches:
         private = Private(Config(args.scaling_model, args.scaling_size, batch))
-        times = measure({"private fp32": private.at(0), "private FP4 90 %": private.at(90)}, args.repeats)
+        times = measure({"private fp32": private.at(0), "private int4 90 %": private.at(90)}, args.repeats)
         for name, taken in times.items():
             points[name][batch] = statistics.median(taken["gradients"])
         print(
@@ -261,7 +265,7 @@ def profiled(config: Config, share: int) -> str:
             gradients()
             step()
     table: str = prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
-    return f"{config}, FP4 {share} %\n{table}"
+    return f"{config}, int4 {share} %\n{table}"
 
 
 def peaks() -> dict[str, float]:
@@ -305,7 +309,7 @@ def main() -> None:
     parser.add_argument("--scaling-model", default="resnet18")
     parser.add_argument("--scaling-size", type=int, default=32)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
-    parser.add_argument("--profile", action="store_true", help="operators of full precision and of FP4 instead")
+    parser.add_argument("--profile", action="store_true", help="operators of full precision and of int4 instead")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
-from dpquant_compile.backends.cpu_int8.sized_call import sizes_of
+from dpquant_compile.backends.cpu_int8.sized_call import sized_call, sizes_of
 from dpquant_compile.backends.ops.site import output_shape
 from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE
@@ -79,7 +79,7 @@ def runners(call: SiteCall, shapes: Shapes) -> dict[tuple[str, str], Callable[[]
     xs, grads = kernel.operand(x, "input", call, streams), kernel.operand(grad, "grad_output", call, streams)
 
     def in_int8(way: str) -> Tensor:
-        with patch.object(cpu_int8, "norm_method", lambda sizes: way):
+        with patch.object(cpu_int8, "norm_method", lambda *_: way):
             norms: Tensor = kernel.sample_norms(xs, grads, shapes, "", call, streams)
         return norms
 
@@ -93,7 +93,8 @@ def runners(call: SiteCall, shapes: Shapes) -> dict[tuple[str, str], Callable[[]
 def chosen(arithmetic: str, call: SiteCall, shapes: Shapes) -> str:
     """What the cost model takes; where float32 keeps gradients for the weighted sum, they are had directly."""
     if arithmetic == "int8":
-        return cpu_int8.norm_method(sizes_of(shapes, call))
+        sized = sized_call(shapes, call)
+        return cpu_int8.norm_method(sized.sizes, sized.x_codes, sized.grad_codes)
     sizes = sizes_of(shapes, call)
     method = per_sample.choose_method(shapes.weight, 1, sizes.pixels, sizes.in_pixels, shapes.batch)
     return "gram" if method == "gram" else "direct"

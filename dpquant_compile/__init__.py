@@ -1,13 +1,16 @@
 """dpquant_compile: a compiler for private low-precision training in PyTorch."""
 
 import dpquant_compile.cli.interrupt  # noqa: F401  # first, for a Ctrl-C during the imports below
-from dpquant_compile import errors
+from dpquant_compile import errors, losses
 from dpquant_compile.api import compile
 from dpquant_compile.batchnorm import replace_batch_norm
 from dpquant_compile.module import CompiledModule
-from dpquant_compile.numerics.formats import Format, register_format
+from dpquant_compile.numerics.formats import Format, format_names, register_format
+from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import quantize
-from dpquant_compile.numerics.recipe import Recipe
+from dpquant_compile.numerics.recipe import Recipe, recipe_names, register_recipe
+from dpquant_compile.passes.batch.check_rule import check_batch_rule
+from dpquant_compile.passes.batch.own_rules import register_batch_rule
 from dpquant_compile.policy import Policy
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from dpquant_compile.privacy.accounting.planning import plan
@@ -23,6 +26,7 @@ __all__ = [
     "CompiledModule",
     "Format",
     "Ledger",
+    "OperandSpec",
     "Policy",
     "PrivacyEngine",
     "Recipe",
@@ -30,12 +34,18 @@ __all__ = [
     "Site",
     "SiteTable",
     "__version__",
+    "check_batch_rule",
     "compile",
     "errors",
+    "format_names",
     "init_process_group",
+    "losses",
     "plan",
     "quantize",
+    "recipe_names",
+    "register_batch_rule",
     "register_format",
+    "register_recipe",
     "replace_batch_norm",
     "sessions",
 ]

@@ -8,6 +8,7 @@ from torch import nn
 
 from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.module import CompiledModule
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import SiteFilter
 from dpquant_compile.spec import CompileSpec
 
@@ -22,7 +23,8 @@ def compile(
     backend: str = "auto",
     sites: "SiteFilter | Iterable[SiteFilter] | None" = None,
     quantize_outputs: str | None = None,
-    recipe: str | None = None,
+    recipe: str | Recipe | None = None,
+    high: str | None = None,
     seed: int = 0,
     quantize_eval: bool = False,
     inner: str | None = None,
@@ -32,12 +34,14 @@ def compile(
 
     model             any module; torch.fx traces it now, or Dynamo at the first forward
     budget            how many sites run in low precision: an int k, or a fraction such as 0.75
-    format            number format, "luq_fp4" if not given; see `dpquant_compile.numerics.formats.format_names()`
+    format            one number format for all operands, in place of a recipe; see `dpq.format_names()`
     backend           kernels of the quantized sites: "auto" picks the best for each, "reference" is plain torch
     sites             which convs and linears to consider: a name pattern, a module type, an op, a function of a
                       `Site`, or a list of these; all if None
     quantize_outputs  "none", "flow" or "all": whether results are quantized too, besides the operands
-    recipe            "paper" sets format and outputs as published
+    recipe            how input, weight and output gradient are rounded: "int4" (the default), "int8", "luq", "nvfp4",
+                      "fp8", "paper" (as published), or a `dpq.Recipe`
+    high              what sites run in that are not low: "float32" (if neither this nor the recipe says else) or "int8"
     seed              of the random rounding and of the first policy, which is a uniform draw
     quantize_eval     eval() follows the policy as well
     inner             compiler of the graph around the sites: "inductor", "aot_eager" or "eager"; by default
@@ -48,12 +52,23 @@ def compile(
         raise CompileSpecError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, CompiledModule):
         raise CompileSpecError("the model is compiled already; compile the original module instead")
+    if isinstance(model, nn.DataParallel):
+        raise CompileSpecError(
+            "nn.DataParallel copies a model in each forward, which a compiled one cannot be. Fix: compile the model "
+            "inside, dpquant_compile.compile(model.module, …); for several devices see DistributedDataParallel"
+        )
+    if inside := next((name for name, child in model.named_modules() if isinstance(child, CompiledModule)), None):
+        raise CompileSpecError(
+            f"submodule {inside!r} is compiled already. Fix: compile the whole model once, made of plain modules; "
+            f"that of {inside!r} is its .original, and sites= chooses layers"
+        )
     spec = CompileSpec.build(
         budget,
         format=format,
         backend=backend,
         quantize_outputs=quantize_outputs,
         recipe=recipe,
+        high=high,
         seed=seed,
         quantize_eval=quantize_eval,
         inner=inner,

@@ -17,6 +17,7 @@ __all__ = [
     "FormatError",
     "GraphInvariantError",
     "InplaceAliasError",
+    "IntegrationError",
     "IsolationError",
     "KernelError",
     "LabError",
@@ -118,6 +119,10 @@ class PrivacySpecError(DPQuantError, ValueError):
 
 class PrivateTrainingError(DPQuantError, RuntimeError):
     """A training loop does something that would break the privacy guarantee."""
+
+
+class IntegrationError(DPQuantError, RuntimeError):
+    """A trainer is missing, or is set up in a way that private training cannot make right."""
 
 
 class LabError(DPQuantError, ValueError):

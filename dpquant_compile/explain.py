@@ -7,16 +7,19 @@ import torch
 
 from dpquant_compile.backends.registry import Choice, SiteCall, choose_kernel
 from dpquant_compile.backends.triton_fp4 import gpu_kernel_for
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import BatchAxis, Site, SiteTable
 from dpquant_compile.spec import CompileSpec
 
 __all__ = ["Explanation", "Row", "explain", "kernel_of"]
 
+_ROLES = ("input", "weight", "output gradient")
+
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `precision` is "low", "full", or "skipped" for what is no site."""
+    """One line of the table. `precision` is "low", "full" (or what `high` says), or "skipped" for what is no site."""
 
     site: str
     op: str
@@ -91,20 +94,31 @@ def explain(
             continue
         choice = kernel_of(site, spec, device)
         low = active and site.name in policy
+        high = active and not low and spec.recipe.other == Precision.HIGH
         passed = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
-        note = "; ".join(part for part in (choice.kernel.note if low else "", passed if low else "") if part)
-        kernel, native = (str(choice), choice.kernel.native) if low else ("torch (full precision)", False)
+        note = "; ".join(part for part in (choice.kernel.note, passed) if part) if low or high else ""
+        kernel, native = (str(choice), choice.kernel.native) if low or high else ("torch (full precision)", False)
         if native and emulated and site.name in emulated:
             kernel, native, note = "compiled (emulated)", False, f"not {choice.kernel.backend}: {emulated[site.name]}"
-        rows.append(Row(site.name, site.op, shape, "low" if low else "full", kernel, native, note))
+        rows.append(
+            Row(site.name, site.op, shape, "low" if low else spec.recipe.high if high else "full", kernel, native, note)
+        )
     for skip in sites.skipped:
         where = f" [{skip.source}]" if skip.source else ""
         kernel = "torch (full precision)"
         rows.append(Row(skip.name, skip.op, "", "skipped", kernel, False, skip.reason + where))
     mode = "train()" if training else "eval(), quantized" if spec.quantize_eval else "eval(): full precision"
-    what = f"{spec.recipe.format}, outputs {spec.recipe.outputs!r}"
+    recipe = spec.recipe
+    others = "" if recipe.other == Precision.FULL else f", the others in {recipe.high}"
+    what = f"{recipe.name}, outputs {recipe.outputs!r}{others}"
     title = f"{len(policy)} of {len(sites)} sites in {what}, {mode}, on {device}"
+    if recipe.name != recipe.numbers:
+        title += f"\n{recipe.name}: " + "; ".join(
+            f"{role} {operand}" for role, operand in zip(_ROLES, recipe.operands, strict=True)
+        )
+    if recipe.hadamard:
+        title += "\nHadamard transform of the operands of linears' weight gradients"
     if device.type == "cuda":
-        gpu = gpu_kernel_for(torch.cuda.get_device_capability(device), spec.recipe.format)
+        gpu = gpu_kernel_for(torch.cuda.get_device_capability(device), spec.recipe.input.format)
         title += f"\nnot used yet: {gpu.name} by {gpu.call}, since {gpu.reason}; {gpu.status}"
     return Explanation(title, tuple(rows), tuple(private))

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.numerics.random_bits import ROLES, PublicBits, RandomBits
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.policy import Policy, resolve_policy
 
 __all__ = ["Dispatcher", "LinkTable"]
@@ -18,7 +19,7 @@ FIRST_CAPACITY = 1 << 16  # larger batches make the table grow, and the program 
 
 
 class LinkTable(nn.Module):
-    """What `dpquant::site` reads: `policy` (bool per site, CPU), `keys` (site × role), `samples` (ids of the batch).
+    """What `dpquant::site` reads: `policy` (a `Precision` per site, on the CPU), `keys` (site × role), `samples` (ids).
 
     Changes replace the tensors and never write into them, so that a backward pass still sees what its forward saw.
     """
@@ -29,7 +30,7 @@ class LinkTable(nn.Module):
 
     def __init__(self, sites: int) -> None:
         super().__init__()
-        self.register_buffer("policy", torch.zeros(sites, dtype=torch.bool), persistent=False)
+        self.register_buffer("policy", torch.zeros(sites, dtype=torch.uint8), persistent=False)
         self.register_buffer("keys", torch.zeros(sites, len(ROLES), dtype=torch.int64), persistent=False)
         self.register_buffer("samples", torch.arange(FIRST_CAPACITY), persistent=False)
 
@@ -43,12 +44,13 @@ class Dispatcher:
     Private training gives `begin` bits of its own, which are secret, in place of those of the seed.
     """
 
-    def __init__(self, names: Sequence[str], seed: int, policy: Policy) -> None:
+    def __init__(self, names: Sequence[str], seed: int, policy: Policy, other: Precision = Precision.FULL) -> None:
         self.names = tuple(names)
         self.bits: RandomBits = PublicBits(seed)
         self.table = LinkTable(len(self.names))
         self.step = 0
         self.policy = policy
+        self.other = other  # of sites that are not in the policy
         self.sample_ids: Tensor | None = None
         self._versions: int | None = None
         self._shown: tuple[Any, ...] | None = None
@@ -76,6 +78,8 @@ class Dispatcher:
     ) -> None:
         """Bring the link table up to date before a forward. `parameters` are given in training only.
 
+        Without `low` all sites are in full precision, whatever the policy is.
+
         `bits` and `ids` are of private training; without them the bits are those of the seed and of `sample_ids`.
         """
         bits = bits or self.bits
@@ -89,7 +93,8 @@ class Dispatcher:
             self._show_samples(batch, device, self.sample_ids if ids is None else ids, bits)
             if wanted != self._shown:
                 mask = self.policy.mask if low else [False] * len(self.names)
-                self.table.policy = torch.tensor(mask, dtype=torch.bool)
+                others = self.other if low else Precision.FULL
+                self.table.policy = torch.tensor([Precision.LOW if own else others for own in mask], dtype=torch.uint8)
                 self.table.keys = bits.site_keys(self.step, self.names).to(device)
                 self._shown = wanted
 

@@ -16,10 +16,10 @@ from dpquant_compile.engine_interface import Internals, Runner, refuse_grad_samp
 from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of
 from dpquant_compile.link_table import Dispatcher, LinkTable
-from dpquant_compile.numerics.formats import get_format
 from dpquant_compile.numerics.random_bits import RandomBits
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
+from dpquant_compile.passes.generation_cache import holds_object
 from dpquant_compile.passes.precision.insert_switches import axes_of
 from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
@@ -54,8 +54,6 @@ class CompiledModule(nn.Module):
     full precision, unless compiled with `quantize_eval=True`. `use_variants = False` disables precompiled variants.
     """
 
-    training: bool
-
     def __init__(
         self, original: nn.Module, spec: CompileSpec, sites: "SiteFilter | Iterable[SiteFilter] | None" = None
     ) -> None:
@@ -63,7 +61,6 @@ class CompiledModule(nn.Module):
         self.__dict__["_original"] = original
         for name in _SHARED:
             self.__dict__[name] = getattr(original, name)
-        self.training = original.training
         self._spec = spec
         self._chosen = sites
         self._explicit = False
@@ -82,7 +79,35 @@ class CompiledModule(nn.Module):
     # Running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_recorded(args, kwargs):
+            return self._plain(args, kwargs)
         return self._run(args, kwargs)
+
+    def _plain(self, args: Any, kwargs: Any) -> Any:
+        """The original's forward, for an export or a trace of the model in eval(), where both give the same."""
+        why = None
+        if self._original.training:
+            why = "in train() it runs low-precision sites and clipping. Fix: call model.eval() first, or"
+        elif self._spec.quantize_eval:
+            why = "with quantize_eval=True its sites run in low precision. Fix:"
+        elif isinstance(args, fx.Proxy):
+            why = "torch.fx does not see its arguments. Fix:"
+        if why is not None:
+            raise CaptureError(
+                "a compiled model was given to torch.export, ONNX, torch.jit or torch.fx, which make a plain graph; "
+                f"{why} give model.original, the plain model with the same parameters"
+            )
+        return self._original.forward(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script takes in place of this module."""
+        return self.original
+
+    @property
+    def original(self) -> nn.Module:
+        """The model that was compiled. It has the same parameters, and trains with this one; exports may take it."""
+        original: nn.Module = self.__dict__["_original"]
+        return original
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,10 +115,14 @@ class CompiledModule(nn.Module):
             if self.__dict__["_private"] is not None:
                 return self.__dict__["_private"].run(args, kwargs)
             refuse_grad_samplers(self._original)
+        low = self._original.training or self._spec.quantize_eval
+        if not low and self._programs.may_cache(args, kwargs):
+            result = self._original.forward(*args, **kwargs)
+            if holds_object(result):
+                return result
         args, kwargs = self._programs.normalise(args, kwargs)
         batch = batch_size(args, kwargs)
         program = self._programs.get(args, kwargs, batch)
-        low = self._original.training or self._spec.quantize_eval
         self._begin(batch, low)
         if batch < 2:
             # Dynamo specialises on sizes 0 and 1; such batches run the same graph, uncompiled.
@@ -189,7 +218,8 @@ class CompiledModule(nn.Module):
 
     def _new_dispatcher(self) -> Dispatcher:
         names = self._sites.names
-        return Dispatcher(names, self._spec.seed, draw_policy(self.budget, names, self._spec.seed))
+        first = draw_policy(self.budget, names, self._spec.seed)
+        return Dispatcher(names, self._spec.seed, first, self._spec.recipe.other)
 
     def _link(self, found: SiteTable) -> tuple[LinkTable, dict[str, int]]:
         """Adopt the sites that a captured graph has; called once per captured program."""
@@ -308,7 +338,7 @@ class CompiledModule(nn.Module):
         device = self._device()
         kernels = {site.name: str(kernel_of(site, self._spec, device)) for site in self._sites}
         title = type(self._original).__name__
-        low = get_format(self._spec.recipe.format).label
+        low = self._spec.recipe.label
         view = GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title, low)
         runner = self.__dict__["_private"]
         return view if runner is None else replace(view, private=PrivateView.build(self.trace_log(), runner.ways()))
@@ -324,6 +354,13 @@ class CompiledModule(nn.Module):
 
     # Behaving as the original
 
+    def _replicate_for_data_parallel(self) -> "CompiledModule":
+        raise CaptureError(
+            "nn.DataParallel copies a model to several devices in each forward, and a compiled model's programs are "
+            "for one. Fix: leave nn.DataParallel out, or train one process per device under "
+            "nn.parallel.DistributedDataParallel, started by torchrun"
+        )
+
     def _device(self) -> torch.device:
         return next((p.device for p in self._original.parameters()), torch.device("cpu"))
 
@@ -332,6 +369,16 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
+
+    @property
+    def training(self) -> bool:
+        """The original's mode. Trainers set it module by module, without `train()`."""
+        return bool(self.__dict__["_original"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_original" in self.__dict__:  # it is missing while nn.Module sets its own defaults
+            self.__dict__["_original"].training = mode
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -345,7 +392,6 @@ class CompiledModule(nn.Module):
 
     def train(self, mode: bool = True) -> "CompiledModule":
         self._original.train(mode)
-        self.training = mode
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "CompiledModule":
@@ -365,7 +411,15 @@ class CompiledModule(nn.Module):
         return _restore, (self._original, self._spec, chosen, state)
 
     def extra_repr(self) -> str:
-        return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe}"
+        return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe.name}"
+
+
+def _is_recorded(args: Any, kwargs: Any) -> bool:
+    """Whether the call is one of torch's exports, not a run."""
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if torch.compiler.is_exporting() or tracing or isinstance(args, fx.Proxy):
+        return True
+    return any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
 
 
 def _uncalled(model: nn.Module, sites: Sequence[Site], skipped: Sequence[Skipped]) -> Iterator[Skipped]:

@@ -1,10 +1,10 @@
 """The whole compiler in order: every list of passes, and the functions that run them.
 
     capture        CANONICAL_PASSES    one form for every model
-    first forward  TRACKING_PASSES     shapes, and where samples lie
+    first forward  TRACKING_PASSES     shapes, and where samples lie; views that hold in every layout
     then one of    SWITCHING_PASSES    one program for all policies
                    SPECIALISING_PASSES a program for one policy
-                   private training: ISOLATION_PASSES, the trace of the joint graph, then for Inductor
+                   private training: OUTPUT_PASSES, ISOLATION_PASSES, the trace of the joint graph, then for Inductor
                    COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES, or for an interpreter
                    INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
 
@@ -22,10 +22,15 @@ from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.batch.track_batch import track_batch
 from dpquant_compile.passes.batch.verify_isolation import verify_isolation
 from dpquant_compile.passes.canonical.canonicalize import canonicalize
+from dpquant_compile.passes.canonical.detach_regions import detach_regions
 from dpquant_compile.passes.canonical.expand_attention import expand_attention
+from dpquant_compile.passes.canonical.expand_functions import expand_functions
 from dpquant_compile.passes.canonical.functionalize import functionalize
 from dpquant_compile.passes.canonical.inline_modules import inline_modules
+from dpquant_compile.passes.canonical.inline_regions import inline_regions
 from dpquant_compile.passes.canonical.mark_sites import mark_sites
+from dpquant_compile.passes.canonical.relax_views import relax_views
+from dpquant_compile.passes.canonical.rewrite_products import rewrite_products
 from dpquant_compile.passes.fx_utils import copy_graph, graph_module_over
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE, insert_switches
 from dpquant_compile.passes.precision.specialize import specialize
@@ -39,6 +44,7 @@ from dpquant_compile.passes.private.check_joint import (
     signature_of,
 )
 from dpquant_compile.passes.private.cut_joint import cut_joint
+from dpquant_compile.passes.private.drop_batch_loss import drop_batch_loss
 from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
 from dpquant_compile.passes.private.merge_equal_nodes import merge_equal_nodes
 from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
@@ -55,6 +61,7 @@ __all__ = [
     "INTERPRETED_CUT_PASSES",
     "INTERPRETED_JOINT_PASSES",
     "ISOLATION_PASSES",
+    "OUTPUT_PASSES",
     "SPECIALISING_PASSES",
     "SWITCHING_PASSES",
     "TAGGING_PASSES",
@@ -68,16 +75,29 @@ __all__ = [
 ]
 
 # From a captured graph, by fx or by Dynamo, to the canonical form with marked sites, from which all others start.
-CANONICAL_PASSES = (expand_attention, inline_modules, functionalize, canonicalize, mark_sites)
+CANONICAL_PASSES = (
+    inline_regions,
+    detach_regions,
+    expand_attention,
+    inline_modules,
+    expand_functions,
+    functionalize,
+    rewrite_products,
+    canonicalize,
+    mark_sites,
+)
 
-# Shapes, FLOPs, and which elements belong to which sample; at the first forward.
-TRACKING_PASSES = (track_batch,)
+# Shapes, FLOPs, and which elements belong to which sample, at the first forward; then no view depends on a layout.
+TRACKING_PASSES = (track_batch, relax_views)
 
 # One program for all policies: a switch at each site.
 SWITCHING_PASSES = (insert_switches,)
 
 # A program for one policy.
 SPECIALISING_PASSES = (specialize,)
+
+# Private training: the outputs that it can use.
+OUTPUT_PASSES = (drop_batch_loss,)
 
 # Private training: the proof that no value mixes samples. It does not change the graph.
 ISOLATION_PASSES = (verify_isolation,)
@@ -111,8 +131,9 @@ def tracked(
     batch: int | None = None,
 ) -> fx.GraphModule:
     """The same graph with shapes, and with the position of the samples at every site."""
-    passes = _bound(TRACKING_PASSES, args=args, kwargs=kwargs, any_batch=any_batch, batch=batch)
-    return run_passes(_copied(gm), passes, origin=log[-1].name if log else "mark_sites", log=log)
+    track, *rest = TRACKING_PASSES
+    bound = partial(track, args=args, kwargs=kwargs, any_batch=any_batch, batch=batch)
+    return run_passes(_copied(gm), (bound, *rest), origin=log[-1].name if log else "mark_sites", log=log)
 
 
 def rewritten(
@@ -140,9 +161,13 @@ def specialised(
 
 def isolated(
     gm: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any], log: MutableSequence[PassRecord]
-) -> None:
-    """Prove that no value of a tracked graph mixes samples; raise `IsolationError` otherwise."""
-    run_passes(gm, _bound(ISOLATION_PASSES, args=args, kwargs=kwargs), origin="track_batch", log=log)
+) -> fx.GraphModule:
+    """A tracked graph of which it is proved that no value mixes samples; raises `IsolationError` otherwise.
+
+    It is the same graph, unless the model computes a loss of the whole batch: see `drop_batch_loss`.
+    """
+    passes = (*OUTPUT_PASSES, *_bound(ISOLATION_PASSES, args=args, kwargs=kwargs))
+    return run_passes(gm, passes, origin="relax_views", log=log)
 
 
 def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[PassRecord]) -> fx.GraphModule:

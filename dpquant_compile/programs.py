@@ -16,10 +16,11 @@ from dpquant_compile.backends.graph_compile import AotGraph, Recorder, lower
 from dpquant_compile.errors import CaptureError, NotCapturedError
 from dpquant_compile.held_values import held_values
 from dpquant_compile.link_table import LinkTable
-from dpquant_compile.passes.batch.track_batch import batch_size, without_hooks
+from dpquant_compile.passes.batch.track_batch import batch_size, memory_order, without_hooks
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.capture import capture_dynamo, capture_fx
 from dpquant_compile.passes.fx_utils import bind_inputs
+from dpquant_compile.passes.generation_cache import may_cache, without_cache
 from dpquant_compile.passes.precision.insert_switches import axes_of
 from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.passes.snapshot import Snapshot, Writes
@@ -39,7 +40,7 @@ class Program:
     switch       makes `switched`: the same with a switch at each site
     compile      makes `call`: what runs `switched`, compiled as the spec says
     rows         row of each site's name in the link table
-    any_batch    whether it holds for all batch sizes, or only for the one of its capture
+    bound        why it holds only for the batch size of its capture; None if it holds for all
     example      arguments of the first call, without their data
     traced_from  the trace it was made from; programs of one trace may be shared between shapes
     attributes   `held_values` at capture: constants of the graph
@@ -49,10 +50,15 @@ class Program:
     switch: Callable[[], fx.GraphModule]
     compile: Callable[[fx.GraphModule], Callable[..., Any]]
     rows: dict[str, int]
-    any_batch: bool
+    bound: str | None
     example: tuple[Any, Any]
     traced_from: Any
     attributes: Mapping[str, Any]
+
+    @property
+    def any_batch(self) -> bool:
+        """Whether the graph holds for all batch sizes."""
+        return self.bound is None
 
     @cached_property
     def switched(self) -> fx.GraphModule:
@@ -128,6 +134,14 @@ class Programs:
             self.last_trained = program
         return program
 
+    def may_cache(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call may return a cache for generation, which no graph can hold."""
+        try:
+            arguments: Mapping[str, Any] = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            arguments = kwargs
+        return may_cache(self.original, arguments)
+
     def setting(self) -> tuple[Hashable, Hashable]:
         """The modes of all modules, and which parameters are frozen: each combination has its own programs."""
         # Dynamo guards on the pattern of frozen parameters, and gives up after a few recompilations.
@@ -200,7 +214,8 @@ class Programs:
 
     def _prepared(self, kind: tuple[Hashable, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
         given = self._given(args, kwargs)
-        gm, any_batch, traced = self._trace(given), True, False
+        gm, traced = self._trace(given), False
+        bound: str | None = None
         attributes = self._traced_with[self._mode(), given]
         if not isinstance(gm, CaptureError):
             wrong = _disagreement(self.original, gm, args, kwargs)
@@ -209,25 +224,41 @@ class Programs:
         source = gm
         if isinstance(gm, CaptureError):
             attributes = held_values(self.original)
-            captured, any_batch = capture_dynamo(
-                self.original, *_at_least_two((args, kwargs), batch_size(args, kwargs))
-            )
+            call = _at_least_two((args, kwargs), batch_size(args, kwargs))
+            captured, guards = capture_dynamo(self.original, *call)
+            bound = guards.bound or self._wrong_elsewhere(captured, call, guards.doubtful)
             gm = pipeline.canonical(captured, self.log)
         try:
-            gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
-        except CaptureError:
-            if not any_batch:
+            gm = pipeline.tracked(gm, args, kwargs, bound is None, self.log)
+        except CaptureError as error:
+            if bound is not None:
                 raise
-            any_batch = False  # the model contains its batch size as a number, and holds for that size only
-            gm = pipeline.tracked(gm, args, kwargs, any_batch, self.log)
-        for key, program in self._programs.items() if traced and any_batch else ():
-            alike = site_axes(program.base) == site_axes(gm) and _rows(program.base) == _rows(gm)
+            bound = str(error)  # the model contains its batch size as a number
+            gm = pipeline.tracked(gm, args, kwargs, False, self.log)
+        for key, program in self._programs.items() if traced and bound is None else ():
+            alike = _axes(program.base) == _axes(gm) and _rows(program.base) == _rows(gm)
             if key[:2] == kind and program.traced_from is source and alike:
                 return program  # the same program serves this shape as well
         table, rows = self._link(collect_sites(gm))
         switch = partial(pipeline.rewritten, gm, table, rows, str(self.spec.recipe), self.log)
         example = tree_map(_without_data, (tuple(args), dict(kwargs)))
-        return Program(gm, switch, self.compile, rows, any_batch, example, source, attributes)
+        return Program(gm, switch, self.compile, rows, bound, example, source, attributes)
+
+    def _wrong_elsewhere(self, gm: fx.GraphModule, call: tuple[Any, Any], sizes: Sequence[int]) -> str | None:
+        """Why a graph does not, or may not, represent the model on batches of other sizes.
+
+        The rows of the call are repeated: at each size some operator decides otherwise than in the capture. A size that
+        is too large to try, and that batches may have, counts as one where the graph is wrong.
+        """
+        for size in sizes:
+            if size > _LARGEST:
+                continue
+            if size > _TRIED:
+                return f"forward() may do something else on a batch of {size}, which is too large to try"
+            args, kwargs = _resized(call, size)
+            if (wrong := _disagreement(self.original, gm, args, kwargs)) is not None:
+                return f"{wrong}, with a batch of {size}"
+        return None
 
     def compile(self, gm: fx.GraphModule) -> Callable[..., Any]:
         """What runs `gm`: the graph itself, or torch.compile of it by way of AOTAutograd."""
@@ -238,6 +269,8 @@ class Programs:
 
 
 _NONE = object()
+_TRIED = 64  # the largest batch on which a capture is compared with the model
+_LARGEST = 2048  # no micro-batch is larger than this; operators decide there by what an index holds
 
 
 def is_default(value: Any, default: Any) -> bool:
@@ -260,7 +293,7 @@ def _disagreement(model: nn.Module, gm: fx.GraphModule, args: Sequence[Any], kwa
         return "the call gives arguments that the trace does not take"
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     results: list[list[Any]] = []
-    with torch.no_grad(), without_hooks(model):
+    with torch.no_grad(), without_hooks(model), without_cache(model):
         before = Snapshot(model)
         for run in (model.forward, gm.forward):
             writes = Writes()
@@ -298,15 +331,21 @@ def mark_batch_dynamic(args: Sequence[Any], kwargs: Mapping[str, Any], batch: in
 
 def _at_least_two(call: tuple[Any, Any], batch: int) -> tuple[Any, Any]:
     """The call with a batch that Dynamo does not treat as a constant; only shapes matter."""
-    if batch >= 2:
-        return call
+    return call if batch >= 2 else _resized(call, 2)
 
-    def larger(value: Any) -> Any:
-        batched = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
-        return value.new_zeros((2, *value.shape[1:])) if batched else value
 
-    enlarged: tuple[Any, Any] = tree_map(larger, call)
-    return enlarged
+def _resized(call: tuple[Any, Any], size: int) -> tuple[Any, Any]:
+    """The call with another number of samples: its rows again and again, or zeros if it has none."""
+    batch = batch_size(*call)
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
+            return value
+        rows = torch.arange(size, device=value.device) % max(batch, 1)
+        return value.detach()[rows] if batch else value.new_zeros((size, *value.shape[1:]))
+
+    changed: tuple[Any, Any] = tree_map(resized, call)
+    return changed
 
 
 def _cloned(value: Any) -> Any:
@@ -324,7 +363,9 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Ha
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 batched = leaf.dim() > 0 and leaf.shape[0] == batch
-                yield (leaf.dtype, leaf.device.type, batched, tuple(leaf.shape[1:] if batched else leaf.shape))
+                # With the order of dimensions in memory, since views that hold for one may fail for another.
+                order = () if leaf.is_contiguous() else memory_order(leaf)
+                yield (leaf.dtype, leaf.device.type, batched, tuple(leaf.shape[1:] if batched else leaf.shape), order)
             else:
                 # With its type, since 1, 1.0 and True are equal and may take different branches.
                 yield (type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf))
@@ -335,6 +376,11 @@ def _signature(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int) -> Ha
 def _rows(gm: fx.GraphModule) -> list[Any]:
     """For each argument, which of its leaves have a row per sample."""
     return [node.meta["batch_leaves"] for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def _axes(gm: fx.GraphModule) -> list[Any]:
+    """The position of the samples in every tensor; where rows are flattened, it depends on their sizes."""
+    return [node.meta.get("batch_axis") for node in gm.graph.nodes]
 
 
 def site_axes(gm: fx.GraphModule) -> tuple[Any, ...]:

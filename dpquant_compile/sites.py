@@ -50,7 +50,8 @@ class Site:
     """One conv or linear layer that can run in full or in low precision.
 
     `name` is the qualified name of the layer in the user's model; a layer that is called several times is one
-    site with several `nodes`. Shapes of activations and `flops` (multiply-adds × 2, forward, per sample) are known
+    site with several `nodes`. With `transposed`, the model keeps the weight of a linear as [in, out]; `weight_shape` is
+    [out, in] all the same. Shapes of activations and `flops` (multiply-adds × 2, forward, per sample) are known
     after the first forward. `module_types` are the names of the layer's class and its bases.
     """
 
@@ -58,6 +59,7 @@ class Site:
     op: str
     index: int
     weight: str | None = None
+    transposed: bool = False
     bias: str | None = None
     weight_shape: tuple[int, ...] | None = None
     geometry: ConvGeometry | None = None

@@ -1,12 +1,12 @@
 """`CompileSpec`: every choice of `compile`, checked once, in one frozen record."""
 
 import numbers
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from dpquant_compile.backends.registry import backend_names
 from dpquant_compile.errors import CompileSpecError, listing
-from dpquant_compile.numerics.recipe import Recipe
+from dpquant_compile.numerics.recipe import DEFAULT_RECIPE, Recipe, get_recipe
 
 __all__ = ["INNER_COMPILERS", "CompileSpec"]
 
@@ -18,7 +18,7 @@ class CompileSpec:
     """What to quantize, how, and what runs it.
 
     budget           k of the n sites (int), or a fraction (float)
-    recipe           format, outputs and kernels of a quantized site
+    recipe           the numerics of a site in low precision and out of it, and its kernels
     seed             of the random bits, and of the first policy
     quantize_eval    whether eval() follows the policy too; else it runs in full precision
     inner            what compiles the graph around the sites: "inductor", "aot_eager" (AOTAutograd's graphs run as
@@ -48,25 +48,29 @@ class CompileSpec:
         format: str | None = None,
         backend: str = "auto",
         quantize_outputs: str | None = None,
-        recipe: str | None = None,
+        recipe: str | Recipe | None = None,
+        high: str | None = None,
         seed: int = 0,
         quantize_eval: bool = False,
         inner: str | None = None,
     ) -> "CompileSpec":
-        """A spec from the words that users type; `recipe="paper"` sets format and outputs as published."""
-        chosen: dict[str, Any] = {"format": "luq_fp4", "outputs": "none"}
-        if recipe == "paper":
-            chosen["outputs"] = "all"
-        elif recipe is not None:
-            raise CompileSpecError(f"recipe={recipe!r} is none of 'paper'")
-        for word, key, value in (("format", "format", format), ("quantize_outputs", "outputs", quantize_outputs)):
-            if value is None:
-                continue
-            if recipe is not None and value != chosen[key]:
+        """A spec from the words that users type."""
+        chosen = get_recipe(DEFAULT_RECIPE if recipe is None else recipe)
+        if format is not None:
+            one = Recipe.of_format(format)
+            if recipe is not None and chosen.operands != one.operands:
                 raise CompileSpecError(
-                    f"recipe={recipe!r} sets {word}={chosen[key]!r}; {word}={value!r} contradicts it"
+                    f"recipe={str(recipe)!r} rounds by {chosen.numbers}; format={format!r} contradicts it: give one"
                 )
-            chosen[key] = value
+            chosen = one if recipe is None else chosen
+        words = (("quantize_outputs", "outputs", quantize_outputs, "none"), ("backend", "backend", backend, "auto"))
+        for word, key, value, plain in (*words, ("high", "high", high, "float32")):
+            own = getattr(chosen, key)
+            if value is None or value == own or (word == "backend" and value == "auto"):
+                continue
+            if own != plain:
+                raise CompileSpecError(f"recipe={str(recipe)!r} sets {word}={own!r}; {word}={value!r} contradicts it")
+            chosen = replace(chosen, **cast(dict[str, Any], {key: value}))
         if inner is None:
-            inner = "eager" if backend == "reference" else "inductor"
-        return CompileSpec(budget, Recipe(backend=backend, **chosen), seed, quantize_eval, inner)
+            inner = "eager" if chosen.backend == "reference" else "inductor"
+        return CompileSpec(budget, chosen, seed, quantize_eval, inner)

@@ -27,7 +27,18 @@ from dpquant_compile.spec import CompileSpec
 
 __all__ = ["CompiledHandle", "dpquant", "sessions"]
 
-_OPTIONS = ("budget", "format", "backend", "sites", "quantize_outputs", "recipe", "seed", "quantize_eval", "inner")
+_OPTIONS = (
+    "budget",
+    "format",
+    "backend",
+    "sites",
+    "quantize_outputs",
+    "recipe",
+    "high",
+    "seed",
+    "quantize_eval",
+    "inner",
+)
 _STATE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _LIVE: "weakref.WeakValueDictionary[int, CompiledHandle]" = weakref.WeakValueDictionary()
 
@@ -49,7 +60,7 @@ class CompiledHandle:
         self.log: list[PassRecord] = []
         self.recorder = Recorder()
         first = draw_policy(resolve_budget(spec.budget, names), names, spec.seed)
-        self.dispatcher = Dispatcher(names, spec.seed, first)
+        self.dispatcher = Dispatcher(names, spec.seed, first, spec.recipe.other)
         self.graphs: list[fx.GraphModule] = []
 
     @property

@@ -41,7 +41,7 @@ def models() -> ModuleType:
         if error.name != "torchvision":
             raise
         raise TorchvisionMissingError(
-            'torchvision is not installed. It comes with the examples: pip install "dpquant-compile[examples]"',
+            "torchvision is not installed. Fix: pip install torchvision, in the version that fits your torch",
             name="torchvision",
         ) from error
     except RuntimeError as error:

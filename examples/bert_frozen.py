@@ -9,7 +9,7 @@ the 48 of sentence_pairs.tsv, made up for this example: the mechanics are real, 
 
 What to notice
 - Frozen parameters have no per-sample gradients, no noise and no cost: explain() lists the trained ones alone. The
-  frozen layers are sites all the same, since their forward can run in FP4.
+  frozen layers are sites all the same, since their forward can run in low precision.
 - The optimizer is torch's AdamW as it is: it works on noised gradients, which makes it DP-AdamW.
 - BERT takes several inputs by name. `example_inputs=` lets the compiler capture it at once, and `unpack=` tells the
   scheduler how a batch becomes a call.

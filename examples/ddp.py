@@ -1,4 +1,4 @@
-"""Train a small CNN privately on several processes, with three quarters of its layers in FP4.
+"""Train a small CNN privately on several processes, with three quarters of its layers in four bits.
 
     torchrun --nproc-per-node=2 examples/ddp.py [--epochs 6] [--inner inductor]
 

@@ -1,10 +1,10 @@
-"""Train a small CNN privately on handwritten digits, three quarters of its layers in FP4, and look at what came out.
+"""Train a small CNN privately on handwritten digits, three quarters of its layers in four bits, and look at it.
 
     python examples/demo.py [--epochs 12] [--out out/demo] [--reproducible]
 
 The data are the 1,797 digits that come with scikit-learn. Training is DP-SGD: Poisson batches, per-sample clipping,
-Gaussian noise. Every second epoch a private analysis measures which layers bear FP4 badly, and the scheduler avoids
-those. It is what `dpquant train cnn-digits` and `dpquant report` do; examples/plain_loop.py has the loop in full.
+Gaussian noise. Every second epoch a private analysis measures which layers bear low precision badly, and the scheduler
+avoids those. It is what `dpquant train cnn-digits` and `dpquant report` do; examples/plain_loop.py has the whole loop.
 The same network in full precision follows, for comparison. Noise and batches are new in every run, so results differ
 by a few points; with --reproducible they follow from the seed, and ε would hold only as long as nobody knew that.
 Writes report.html (begin there), graph.html, graph.svg, accuracy.png, schedule.png, privacy.png and the run's folder.
@@ -25,7 +25,7 @@ from dpquant_compile.lab.report import write_report
 from dpquant_compile.lab.results import EpochRow
 from dpquant_compile.lab.train import Run, train
 
-HEADING = f"{'epoch':>5}  {'sites in FP4':<44}  {'epsilon':>7}  {'accuracy':>8}  {'in FP4':>6}  {'seconds':>7}"
+HEADING = f"{'epoch':>5}  {'sites in four bits':<44}  {'epsilon':>7}  {'accuracy':>8}  {'in low':>6}  {'seconds':>7}"
 
 
 def line(row: EpochRow, sites: Sequence[str]) -> str:
@@ -42,10 +42,10 @@ def plot(rows: Sequence[EpochRow], path: Path) -> None:
     axes = figure.subplots()
     epochs = [row.epoch for row in rows]
     axes.plot(epochs, [100 * row.accuracy for row in rows], marker="o", label="evaluated in full precision")
-    axes.plot(epochs, [100 * row.accuracy_low for row in rows], marker="s", label="evaluated in FP4")
+    axes.plot(epochs, [100 * row.accuracy_low for row in rows], marker="s", label="evaluated in four bits")
     axes.axhline(10, color="grey", linestyle=":", label="chance")
     axes.set(xlabel="epoch", ylabel="test accuracy (%)", ylim=(0, 101))
-    axes.set_title(f"Digits, 3/4 of the sites in FP4, ε = {rows[-1].epsilon:.1f}")
+    axes.set_title(f"Digits, 3/4 of the sites in four bits, ε = {rows[-1].epsilon:.1f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
@@ -83,15 +83,15 @@ def main() -> None:
     graph = run.model.graph_view().to_svg()
     print("\nThe same in full precision, for comparison…", flush=True)
     baseline = train(replace(config, budget=0.0), args.out / "full_precision")
-    title = "Digits: private training with three quarters of the sites in FP4, and in float32"
+    title = "Digits: private training with three quarters of the sites in four bits, and in float32"
     write_report([result, baseline], args.out / "report.html", title=title, graph=graph, times=True)  # public data
     print(f"\n{run.engine.ledger.statement(result.delta)}")
     spent = ", ".join(f"{purpose} {epsilon:.2f}" for purpose, epsilon in result.epsilons.items())
     print(f"\nepsilon {result.epsilon:.2f} at delta {result.delta:g}, one image more or less. By itself: {spent}")
-    print(f"Test accuracy, trained with 3/4 of the sites in FP4: {result.accuracy:.1%} evaluated in full precision,")
     print(
-        f"{result.accuracy_low:.1%} evaluated in FP4. Trained in full precision: {baseline.accuracy:.1%}. Chance: 10%"
+        f"Test accuracy, trained with 3/4 of the sites in four bits: {result.accuracy:.1%} evaluated in full precision,"
     )
+    print(f"{result.accuracy_low:.1%} evaluated in four bits. Trained in float32: {baseline.accuracy:.1%}. Chance: 10%")
     print(f"Took {time.perf_counter() - started:.0f} s. Now open {args.out / 'report.html'} in a browser")
 
 

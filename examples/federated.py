@@ -4,7 +4,7 @@
     python examples/federated.py [--clients 3] [--rounds 8] [--epsilon 6] [--out out/federated]
 
 Each client has handwritten digits of its own. In each round it takes the average of the last one, trains an epoch on
-its records with two of three layers in FP4, and gives back its parameters. What to notice
+its records with two of three layers in four bits, and gives back its parameters. What to notice
 - Parameters are private when they leave a client: clipping and noise are the client's own, so the server need not be
   trusted. No loss and no accuracy on a client's records leaves it. The number of its records does, as weight.
 - Flower makes its clients anew for every message. What a client must not forget is in its folder: the ledger, which has
@@ -88,7 +88,7 @@ def train_round(
         )
         scheduler = dpq.Scheduler(engine, n_sample=1, seed=client)  # without `epochs`: rounds are not known ahead
         # The whole round or nothing of it: a round that stops on the way is paid for, and gives nothing.
-        engine.ledger.check("training", q=loader.sample_rate, sigma=NOISE, steps=len(loader))
+        engine.ledger.check("training", q=loader.sample_rate, sigma=NOISE, steps=loader.steps)
         checkpoint = folder / "checkpoint.pt"
         if checkpoint.exists():
             engine.load_checkpoint(path=checkpoint)  # scores and policy go on; noise is new

@@ -4,11 +4,11 @@
 
 What to notice
 - The five lines, printed as the difference between the two functions below.
-- ε is the same to the last digit: same sampling, same noise, same accountant. FP4 costs no privacy.
+- ε is the same to the last digit: same sampling, same noise, same accountant. Low precision costs no privacy.
 - The accuracies of both. The noise is drawn by other generators, so they differ by chance as well.
 - The warnings, if any, are stock Opacus'.
 
-Half of the layers are in FP4, the same ones throughout. To choose them anew for every epoch by private measurements
+Half of the layers are low, the same ones throughout. To choose them anew for every epoch by private measurements
 takes two more lines, `dpq.Scheduler` and its `step()`: see plain_loop.py.
 """
 
@@ -53,7 +53,7 @@ def before(model: nn.Module, data: TensorDataset, epochs: int, inner: str) -> tu
 
 
 def after(model: nn.Module, data: TensorDataset, epochs: int, inner: str) -> tuple[nn.Module, float]:
-    """Half of the sites in FP4."""
+    """Half of the sites in four bits."""
     model = dpq.compile(model, budget=0.5, inner=inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     criterion: Any = nn.CrossEntropyLoss()
@@ -130,7 +130,7 @@ def main() -> None:
     train, test = digits()
     spent = []
     print(f"\n{'':<16}  {'epsilon':>18}  {'test accuracy':>13}")
-    for name, run in (("before: Opacus", before), ("after: half FP4", after)):
+    for name, run in (("before: Opacus", before), ("after: half low", after)):
         model, epsilon = run(build(), train, args.epochs, args.inner)
         spent.append(epsilon)
         print(f"{name:<16}  {epsilon:>18.15f}  {accuracy(model, test):>13.1%}", flush=True)

@@ -80,7 +80,7 @@ def train(folder: Path, epochs: int, inner: str, die_in: int | None = None) -> N
         engine.save_checkpoint(path=path)  # before anything is spent: from here on a restart is a replay
     while scheduler.epoch < epochs:
         for number, (x, y) in enumerate(loader):
-            if scheduler.epoch == die_in and number == len(loader):
+            if scheduler.epoch == die_in and number == loader.steps:
                 print(f"  in epoch {scheduler.epoch}, before micro-batch {number}: SIGKILL", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()

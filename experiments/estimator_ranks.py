@@ -27,7 +27,7 @@ from dpquant_compile.lab.train import Run
 from dpquant_compile.privacy.accounting.accountants import composed_epsilon
 from dpquant_compile.privacy.accounting.epsilon import Entry, gathered
 from dpquant_compile.privacy.schedule.estimators import Paper, PerSample, Setting
-from dpquant_compile.privacy.schedule.probe import draw_batch, unpack_pair
+from dpquant_compile.privacy.schedule.probe import draw_batch, unpack_batch
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ CONTESTANTS = (
     Contestant("per_sample", PerSample(), 512),
     Contestant("per_sample, 128 samples", PerSample(), 128),
     Contestant("per_sample, C = 0.1", PerSample(clip=0.1), 512),
+    Contestant("per_sample, C = 0.1, σ = 8", PerSample(clip=0.1, sigma=8.0), 512),
+    Contestant("per_sample, C = 0.05, σ = 8", PerSample(clip=0.05, sigma=8.0), 512),
+    Contestant("per_sample, C = 0.05, σ = 16", PerSample(clip=0.05, sigma=16.0), 512),
+    Contestant("per_sample, C = 0.02, σ = 8", PerSample(clip=0.02, sigma=8.0), 512),
     Contestant("per_sample, C = 2", PerSample(clip=2.0), 512),
     Contestant("per_sample, before clipping and noise", PerSample(clip=math.inf), 512, private=False),
 )
@@ -62,7 +66,7 @@ def measured(run: Run, estimator: Any, rate: float, number: int, noisy: bool) ->
     def uniform(n: int) -> torch.Tensor:
         return torch.rand(n, generator=generator, dtype=torch.float64)
 
-    batches = draw_batch(made.loader, rate, uniform, made.session.physical, setting.group_of, unpack_pair)
+    batches = draw_batch(made.loader, rate, uniform, made.session.physical, setting.group_of, unpack_batch)
     policies = [frozenset({name}) for name in run.model.sites.names]
     vector = estimator.measure(setting, policies, batches)
     if noisy:
@@ -90,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", default="cnn-digits")
     parser.add_argument("--data", default=None)
+    parser.add_argument("--recipe", default="int4")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--at", type=int, nargs="+", default=[2, 6], help="epochs after which to measure")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each kind, each time")
@@ -102,7 +107,13 @@ def main() -> None:
     size = 0
     for seed in args.seeds:
         config = RunConfig(
-            args.task, seed=seed, scheduler="pls", data=args.data, epochs=max(args.at), reproducible=True
+            args.task,
+            seed=seed,
+            recipe=args.recipe,
+            scheduler="pls",
+            data=args.data,
+            epochs=max(args.at),
+            reproducible=True,
         ).resolved()
         with tempfile.TemporaryDirectory() as folder:
             run = Run(config, Path(folder))
@@ -129,7 +140,14 @@ def main() -> None:
                 epsilon=epsilon,
             )
         )
-    table = dict(task=args.task, seeds=args.seeds, after_epochs=args.at, oracle_roundings=args.oracle, rows=rows)
+    table = dict(
+        task=args.task,
+        recipe=args.recipe,
+        seeds=args.seeds,
+        after_epochs=args.at,
+        oracle_roundings=args.oracle,
+        rows=rows,
+    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 

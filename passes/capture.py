@@ -12,8 +12,13 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.errors import CaptureError
+from dpquant_compile.passes.batch.batch_guards import BatchGuards, read_batch_guards
+from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.fx_utils import copy_graph, graph_module_over, node_source, read_attribute, user_frames
-from dpquant_compile.passes.snapshot import Snapshot, Writes
+from dpquant_compile.passes.generation_cache import without_cache
+from dpquant_compile.passes.gradient_hooks import asks_for_gradients, without_gradient_requests
+from dpquant_compile.passes.recorded_outputs import lacks_recorders, with_recorders
+from dpquant_compile.passes.snapshot import Change, Snapshot, Writes
 
 __all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
 
@@ -75,8 +80,8 @@ class Tracer(fx.Tracer):
 
 def own_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    after = any(not asks_for_gradients(hook) for hook in module._forward_hooks.values())
+    return after or any((module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _region() -> tuple[Any, ...]:
@@ -99,7 +104,7 @@ def capture_fx(model: nn.Module, given: Collection[str] = ()) -> fx.GraphModule 
     try:
         root = _with_arguments(model, given)
         # With gradients on, whatever the caller's mode: else a region without gradients would not show.
-        with torch.enable_grad(), writes:
+        with torch.enable_grad(), writes, without_cache(model):
             graph = Tracer().trace(root)
     except Exception as error:  # the model's own code may raise anything when it meets a Proxy
         writes.undo()
@@ -198,42 +203,34 @@ def _reads_state(node: fx.Node) -> bool:
     return bool(node.all_input_nodes) and all(_reads_state(source) for source in node.all_input_nodes)
 
 
-def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[fx.GraphModule, bool]:
+def capture_dynamo(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[fx.GraphModule, BatchGuards]:
     """Capture `model` with Dynamo on one example call; the graph keeps the model's own signature and outputs.
 
-    Returns the graph, and whether it holds for every batch size (dimension 0 of the inputs) or only for this one.
-    All other shapes, and all arguments that are not tensors, are constants of the graph.
+    Returns the graph, and what its guards say of the batch size (dimension 0 of the first tensor). All other shapes,
+    and all arguments that are not tensors, are constants of the graph. A cache for generation that the model returns by
+    default is left out.
     Numerics: unchanged. Ensures: parameters and buffers are get_attr nodes by their names in `model`.
-    Ensures: on the output node meta["assigns"], an attribute that forward() assigns and the graph does not.
+    Ensures: on the output node meta["assigns"], an attribute that forward() assigns and the graph does not, unless it
+    assigns the same plain value in every call of this kind, which changes nothing.
     Raises `CaptureError`, with Dynamo's source line, for a model that is not one graph.
     """
+    batch = batch_size(args, kwargs)
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
-    before = Snapshot(model)
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None  # Dynamo describes gradients too, and a view among them adds sizes that look like a batch
-    for name in ("_forward_hooks", "_forward_pre_hooks"):
-        model.__dict__[name] = OrderedDict()  # the caller of the graph runs these hooks; the snapshot restores them
-    try:
-        export = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)
-        with torch.enable_grad():  # the end of a region restores the mode at capture
-            exported, _ = export(*args, **kwargs)
-    except Exception as error:
-        raise CaptureError(
-            f"Dynamo cannot capture {type(model).__name__} as one graph: {_first_lines(error)}\n"
-            "Fix: remove what it names from forward(), or compile the submodule that holds the convs and linears."
-        ) from error
-    finally:
-        change = before.restore()  # Dynamo, too, leaves fake tensors in attributes that forward() assigns
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    exported, change, settings = _export(model, args, kwargs, {})
     if change.drew is not None:
         raise CaptureError(
             f"forward() of {type(model).__name__} draws from {change.drew}, which a capture would do only once. Fix: "
             "draw with torch, one row for each sample, as torch.rand(x.shape[0], 1) does"
         )
+    assigned = change.assigned
+    if settings:
+        # With the assigned values in place the next call assigns them again, and its graph must be the same.
+        again, _, repeated = _export(model, args, kwargs, settings)
+        assigned = None if repeated == settings and again.code == exported.code else assigned
     gm = graph_module_over(model, _renamed(exported, model), type(model).__name__)
     for name, child in exported.named_children():
         if any(node.target == name for node in gm.graph.nodes):
@@ -242,9 +239,49 @@ def capture_dynamo(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     if constants is not None:
         gm.__dict__["_modules"]["_const"] = constants
     # The graph does not repeat these assignments: verify_isolation refuses them.
-    gm.graph.output_node().meta["assigns"] = change.assigned
+    gm.graph.output_node().meta["assigns"] = assigned
     gm.recompile()
-    return _stamp(gm, "capture_dynamo"), _holds_for_all_batches(exported)
+    return _stamp(gm, "capture_dynamo"), read_batch_guards(exported, batch)
+
+
+def _export(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], settings: Mapping[tuple[int, str], Any]
+) -> tuple[fx.GraphModule, Change, dict[tuple[int, str], Any] | None]:
+    """Dynamo's graph, captured with some attributes set; the side effects of forward(), undone; and plain ones."""
+    before = Snapshot(model)
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None  # Dynamo describes gradients too, and a view among them adds sizes that look like a batch
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        model.__dict__[name] = OrderedDict()  # the caller of the graph runs these hooks; the snapshot restores them
+    before.assign(settings)
+    assigned = None
+    try:
+        try:
+            exported = _exported(model, args, kwargs)
+        except Exception as error:
+            if not lacks_recorders(error):
+                raise
+            with with_recorders(model):
+                exported = _exported(model, args, kwargs)
+        assigned = before.settings()
+    except Exception as error:
+        raise CaptureError(
+            f"Dynamo cannot capture {type(model).__name__} as one graph: {_reason(error)}\nFix: {_fix(error)}."
+        ) from error
+    finally:
+        change = before.restore()  # Dynamo, too, leaves fake tensors in attributes that forward() assigns
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    return exported, change, assigned
+
+
+def _exported(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    export = torch._dynamo.export(model, aten_graph=False, same_signature=True, assume_static_by_default=True)
+    # `detach_regions` requires gradients
+    with torch.enable_grad(), without_cache(model), without_gradient_requests(model):
+        exported: fx.GraphModule = export(*args, **kwargs)[0]
+    return exported
 
 
 def _renamed(exported: fx.GraphModule, model: nn.Module) -> fx.Graph:
@@ -276,43 +313,6 @@ def _tensor_attributes(gm: fx.GraphModule) -> list[tuple[str, torch.Tensor]]:
     return [*gm.named_buffers(), *gm.named_parameters(), *plain]
 
 
-def _holds_for_all_batches(exported: fx.GraphModule) -> bool:
-    """True if every tensor input kept a symbolic dimension 0 and no guard restricts it beyond "at least 2"."""
-    env = None
-    batches: set[Any] = set()
-    for node in exported.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        value = node.meta.get("example_value", node.meta.get("val"))
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            continue
-        if not isinstance(value.shape[0], torch.SymInt):
-            return False
-        env = value.shape[0].node.shape_env
-        # Under both names: where two symbols are equal, Dynamo replaces one by the other.
-        batches |= {value.shape[0].node.expr, value.shape[0].node._expr}
-    if env is None:
-        return False
-    return all(_is_lower_bound(guard.expr) or _joins(guard.expr, batches) for guard in env.guards)
-
-
-def _joins(expr: Any, batches: set[Any]) -> bool:
-    """Whether a guard only says that two inputs have the same batch size."""
-    import sympy
-
-    return isinstance(expr, sympy.Eq) and set(expr.args) <= batches
-
-
-def _is_lower_bound(expr: Any) -> bool:
-    import sympy
-
-    if expr is sympy.true:
-        return True
-    # Dynamo always assumes sizes of at least 2; batches of 0 and 1 never reach the compiled program.
-    symbols = list(expr.free_symbols)
-    return len(symbols) == 1 and all(expr.subs(symbols[0], size) == sympy.true for size in (2, 3, 5, 64, 1009, 65536))
-
-
 def _stamp(gm: fx.GraphModule, origin: str) -> fx.GraphModule:
     for node in gm.graph.nodes:
         node.meta["origin"] = origin
@@ -325,6 +325,26 @@ def _stamp(gm: fx.GraphModule, origin: str) -> fx.GraphModule:
     return gm
 
 
-def _first_lines(error: Exception, limit: int = 12) -> str:
+# What forward() of encoders of sound in transformers does in training, by a word in the line that Dynamo names.
+_SWITCHES = {
+    "_compute_mask_indices": "apply_spec_augment=False in the model's configuration, and mask samples in the dataset: "
+    "SpecAugment draws by numpy, and one of its draws is for the whole batch",
+    "layerdrop": "layerdrop=0.0 in the model's configuration: one draw skips a layer for the whole batch",
+}
+
+
+def _fix(error: Exception) -> str:
+    switch = next((switch for word, switch in _SWITCHES.items() if word in str(error)), None)
+    if switch is not None:
+        return f"set {switch}"
+    return "remove what it names from forward(), or compile the submodule that holds the convs and linears"
+
+
+def _reason(error: Exception, limit: int = 600) -> str:
+    """The first lines of Dynamo's message, without its lists of types."""
+    if found := re.search(r"one of the (in|out)puts with type `<class '(?:.*\.)?(\w+)'>` is not supported", str(error)):
+        takes = "takes" if found[1] == "in" else "returns"
+        return f"forward() {takes} a {found[2]}, which is neither a tensor nor a container that torch knows"
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines[:limit])
+    text = "\n".join(lines[:12])
+    return text if len(text) <= limit else f"{text[:limit]}…"

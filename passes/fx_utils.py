@@ -97,7 +97,7 @@ def clean_path(path: str) -> str:
     path = re.sub(r"^L\['[^']*'\]", "", path)  # Dynamo starts from forward()'s name for self
     for old, new in (("._modules['", "."), ("['", "."), ("']", ""), ("[", "."), ("]", "")):
         path = path.replace(old, new)
-    return path.removeprefix(".")
+    return path.replace("__dict__._modules.", "").removeprefix(".")  # as Dynamo sees what a __getattr__ forwards to
 
 
 def op_name(node: fx.Node) -> str:
@@ -149,7 +149,16 @@ def draws_random(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload) and not is_known_operator(node.target):
         return True  # nothing rules it out for an operator of another library
     name = op_name(node)
+    if name == "dropout" and _is_off(node):
+        return False
     return name in _DRAWS or any(word in name for word in _DRAWING)
+
+
+def _is_off(dropout: fx.Node) -> bool:
+    """Whether a call of `F.dropout` returns its input."""
+    given = dict(zip(("input", "p", "training"), dropout.args, strict=False)) | dropout.kwargs
+    p = given.get("p")
+    return (isinstance(p, int | float) and p == 0) or given.get("training") is False
 
 
 def draws_seeded(node: fx.Node) -> bool:

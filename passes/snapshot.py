@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,28 @@ class Snapshot:
     def label(self, tensor: Tensor) -> str | None:
         """The name of a tensor that existed before, found by its memory."""
         return self._labels.get(storage_of(tensor))
+
+    def settings(self) -> dict[tuple[int, str], Any] | None:
+        """Plain values that modules assign to attributes of theirs, by module and name, and nothing else.
+
+        None if anything else has changed, such as a tensor, a container or an object.
+        """
+        found: dict[tuple[int, str], Any] = {}
+        for place, (_, now, then, tensors) in enumerate(self._modules):
+            if any(_different(held, before) for held, before in tensors):
+                return None
+            for key, value in _different(now, then).items():
+                if key in _BY_CAPTURE:
+                    continue
+                if key not in now or type(value) not in (bool, int, float, str):
+                    return None
+                found[place, key] = value
+        return None if any(_different(held, before) for _, held, before in self._containers) else found
+
+    def assign(self, settings: Mapping[tuple[int, str], Any]) -> None:
+        """Assign what `settings` gave; `restore` undoes it."""
+        for (place, key), value in settings.items():
+            self._modules[place][1][key] = value
 
     def restore(self) -> Change:
         """Restore everything, and return what had changed."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dpquant_compile import torchvision_compat
 from dpquant_compile.batchnorm import replace_batch_norm
 from dpquant_compile.errors import CompileSpecError, IsolationError
 from tests.support.models import (
@@ -60,3 +61,26 @@ def test_a_model_with_batch_norm_is_taken_once_it_is_replaced() -> None:
     with pytest.raises(IsolationError, match="replace_batch_norm"):
         proved(model, x)
     proved(replace_batch_norm(model), x)
+
+
+def test_what_a_batch_norm_of_timm_does_after_the_norm_is_kept() -> None:
+    torchvision_compat.models()  # before timm, which imports torchvision
+    layers = pytest.importorskip("timm").layers
+    model = nn.Sequential(layers.BatchNormAct2d(4, drop_layer=lambda: nn.Dropout(0.5)), layers.BatchNormAct2d(4)).eval()
+    names = list(dict(model.named_parameters()))
+    replace_batch_norm(model, groups=2)
+    assert list(model.state_dict()) == names and isinstance(model[0].drop, nn.Dropout) and not model[0].drop.training
+    x = torch.randn(3, 4, 5, 5)
+    torch.testing.assert_close(model(x), nn.functional.group_norm(nn.functional.group_norm(x, 2).relu(), 2).relu())
+    proved(model, x)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_refused() -> None:
+    class Scaled(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(nn.BatchNorm1d(4), Scaled(4))
+    with pytest.raises(CompileSpecError, match=r"module '1' \(Scaled\).*forward\(\) of its own.*replace it by hand"):
+        replace_batch_norm(model)
+    assert isinstance(model[0], nn.BatchNorm1d), "nothing is replaced if not all can be"

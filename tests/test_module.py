@@ -5,6 +5,7 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import CompileSpecError
+from dpquant_compile.errors import CaptureError, CompileSpecError
 from dpquant_compile.policy import draw_policy
 from tests.support.models import BatchNormNet, Branch, GroupNormNet, Hooked, TextNet, gradients, seeded, state
 
@@ -150,6 +151,17 @@ def test_eval_is_full_precision_unless_asked() -> None:
     low.set_policy("none")
     assert torch.equal(low(IMAGES), original(IMAGES))
     assert torch.equal(low(IMAGES), low(IMAGES)) and low.step == 0
+
+
+def test_a_mode_that_is_set_on_each_module_is_the_model_s() -> None:
+    """As Lightning restores modes after a validation: it sets the attribute, and calls no train()."""
+    compiled = reference(seeded(GroupNormNet)).train()
+    modes = {name: module.training for name, module in compiled.named_modules()}
+    compiled.eval()
+    assert not compiled.training and not compiled._original.training
+    for name, module in compiled.named_modules():
+        module.training = modes[name]
+    assert compiled.training and compiled._original.training
 
 
 def test_the_variant_is_of_the_mode_that_the_model_is_in() -> None:
@@ -420,7 +432,7 @@ def test_a_replaced_layer_is_used() -> None:
 
 
 def test_sample_ids_make_bits_independent_of_the_place() -> None:
-    model = dpq.compile(nn.Sequential(nn.Linear(16, 4)), budget=1, backend="reference")
+    model = dpq.compile(nn.Sequential(nn.Linear(16, 4)), budget=1, format="luq_fp4", backend="reference")
     x, ids = torch.randn(6, 16), torch.tensor([11, 5, 7, 2, 90, 4])
     model.sample_ids = ids
     whole = model(x)
@@ -443,3 +455,161 @@ def test_autocast_around_a_model(policy: str) -> None:
         y = model(torch.randn(4, 8))
     y.float().sum().backward()
     assert y.dtype == torch.float32 and all(p.grad is not None for p in model.parameters())
+
+
+# Language models
+
+
+class Language(nn.Module):
+    """Returns a cache in the manner of transformers: an object, unless its configuration or the call says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> dict[str, Any]:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return {"y": self.fc(x), "past_key_values": object() if use_cache else None}
+
+
+def test_a_cache_is_returned_in_eval_and_left_out_in_training() -> None:
+    original, compiled = pair(Language, inner="eager")
+    trained = compiled.train()(ROWS)
+    assert trained["past_key_values"] is None and torch.equal(trained["y"], original(ROWS)["y"])
+    for model in (original.eval(), compiled.eval()):
+        assert model(ROWS)["past_key_values"] is not None and model(ROWS, use_cache=False)["past_key_values"] is None
+    quantized = pair(Language, "all", inner="eager", quantize_eval=True)[1].eval()
+    assert quantized(ROWS)["past_key_values"] is None, "low precision runs by the graph, which holds no cache"
+
+
+@pytest.mark.slow
+def test_the_mode_of_gradients_is_the_callers_whatever_came_before() -> None:
+    class Rotating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                cos = x.cos()
+            return self.fc(x) * cos
+
+    original, compiled = pair(Rotating, inner="aot_eager")
+    expected = original(ROWS)
+    for model in (compiled.train(), compiled.eval()):
+        for region in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            with region():
+                torch.testing.assert_close(model(ROWS), expected, rtol=0, atol=0)
+                assert not torch.is_grad_enabled()
+        assert model(ROWS).requires_grad
+
+
+# Exports and wrappers
+
+
+def exported(inner: str = "eager", **options: Any) -> tuple[nn.Module, dpq.CompiledModule, Tensor]:
+    model = seeded(GroupNormNet).eval()
+    return model, dpq.compile(model, budget=2, inner=inner, **options), torch.randn(3, 3, 8, 8)
+
+
+def operators(graph: torch.fx.Graph) -> list[Any]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_gives_the_plain_models_graph(strict: bool) -> None:
+    model, compiled, x = exported()
+    program, plain = (torch.export.export(m, (x,), strict=strict) for m in (compiled, model))
+    assert operators(program.graph) == operators(plain.graph)
+    assert program.graph_signature.parameters == plain.graph_signature.parameters
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_gives_the_plain_models_graph() -> None:
+    model, compiled, x = exported()
+    program, plain = torch.jit.trace(compiled, x), torch.jit.trace(model, x)
+    kinds = [[node.kind() for node in p.inlined_graph.nodes()] for p in (program, plain)]
+    assert kinds[0] == kinds[1] and list(program.state_dict()) == list(model.state_dict())
+    torch.testing.assert_close(program(x), model(x))
+
+
+@pytest.mark.slow
+def test_onnx_export_gives_the_plain_models_results() -> None:
+    pytest.importorskip("onnxscript")
+    model, compiled, x = exported()
+    program, plain = (torch.onnx.export(m, (x,), dynamo=True) for m in (compiled, model))
+    assert program is not None and plain is not None
+    assert [n.op_type for n in program.model.graph] == [n.op_type for n in plain.model.graph]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["train", "quantize_eval", "jit", "fx"])
+def test_what_no_plain_graph_can_hold_is_not_exported(how: str) -> None:
+    _, compiled, x = exported(quantize_eval=how == "quantize_eval")
+    compiled.train(how in ("train", "jit"))
+    exports: dict[str, Callable[[], Any]] = {
+        "fx": lambda: torch.fx.symbolic_trace(compiled),
+        "jit": lambda: torch.jit.trace(compiled, x),
+    }
+    with pytest.raises(CaptureError, match=r"Fix: .*give model\.original"):
+        exports.get(how, lambda: torch.export.export(compiled, (x,)))()
+    assert operators(torch.export.export(compiled.original, (x,)).graph)
+
+
+def test_a_model_around_a_compiled_one_can_be_traced_in_eval() -> None:
+    model, compiled, x = exported()
+    around = nn.Sequential(compiled, nn.ReLU()).eval()
+    torch.testing.assert_close(torch.fx.symbolic_trace(around)(x), model(x).relu())
+    with pytest.raises(CaptureError, match=r"model\.eval\(\) first"):
+        torch.fx.symbolic_trace(around.train())
+
+
+@pytest.mark.slow
+def test_torch_compile_on_top_changes_nothing() -> None:
+    model, compiled, x = exported()
+    again = torch.compile(compiled, backend="aot_eager")
+    torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
+    compiled.train()
+    compiled.set_policy("none")
+    parameters = list(compiled.parameters())
+    torch.testing.assert_close(gradients(again, [x], parameters), gradients(model, [x], parameters))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_functional_call_uses_the_given_tensors(training: bool) -> None:
+    model, compiled, x = exported()
+    compiled.train(training)
+    compiled.set_policy("none")
+    compiled(x)
+    given = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    results = []
+    for module in (compiled, model):
+        y = torch.func.functional_call(module, given, (x,))
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(given.values()))])
+    torch.testing.assert_close(*results)
+
+
+def test_half_precision_models_run() -> None:
+    model, compiled, x = exported()
+    compiled.half()
+    torch.testing.assert_close(compiled(x.half()), model(x.half()), rtol=0, atol=0)
+    compiled.train()
+    compiled(x.half()).float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float16 for p in compiled.parameters())
+
+
+def test_data_parallel_runs_where_it_copies_nothing_and_is_refused_elsewhere() -> None:
+    model, compiled, x = exported()
+    torch.testing.assert_close(nn.DataParallel(compiled)(x), model(x), rtol=0, atol=0)
+    with pytest.raises(CaptureError, match="DistributedDataParallel"):
+        compiled._replicate_for_data_parallel()  # what nn.DataParallel calls where there are devices
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential])
+def test_wrappers_of_compiled_models_are_not_compiled(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    _, compiled, _ = exported()
+    with pytest.raises(CompileSpecError, match="Fix: compile the"):
+        dpq.compile(wrap(compiled), budget=1)

@@ -1,8 +1,8 @@
-"""Exact int8 arithmetic on the CPU: FP4 products that are faster than float32's, not emulated by them.
+"""Exact int8 arithmetic on the CPU: low-precision products that are faster than float32's, not emulated by them.
 
-The codes of `luq_fp4` (0 and ±2^0…±2^6) and `uniform4` (-8…7) fit a signed byte, their products 16 bits, and sums of
-up to 2^17 products 31 bits; longer ones are split. So a product of codes is exact, and the result is that integer times
-the units of its operands:
+The codes of `luq_fp4` (0 and ±2^0…±2^6), `uniform4` (-8…7), `int8` and `int4` (level times multiplier) fit a signed
+byte, their products 16 bits, and sums of up to 2^16 products 31 bits; longer ones are split. So a product of codes is
+exact, and the result is that integer times the units of its operands:
 
     y[b] = (Σ codes · codes) as float32 · (unit of sample b · unit of the weight) + bias
 
@@ -12,14 +12,15 @@ than the products, weight gradients are float32 matrix products over the whole b
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from dpquant_compile.backends.compiled import quantize_compiled
 from dpquant_compile.backends.cpu_int8 import build
+from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of, why_not
 from dpquant_compile.backends.cpu_int8.sized_call import (
-    FORMATS,
     Product,
     SizedCall,
     Sizes,
@@ -33,6 +34,7 @@ from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
+from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import from_samples, to_samples
 from dpquant_compile.numerics.random_bits import ROLES, fold_int
 from dpquant_compile.sites import BatchAxis
@@ -40,18 +42,19 @@ from dpquant_compile.sites import BatchAxis
 __all__ = ["CPU_INT8", "Int8Site", "norm_method"]
 
 
-_LONGEST = 1 << 17
+_LONGEST = 1 << 16
 # Contractions up to here are float32 matrix products over the batch, see docs/performance.md.
 _SHORT = 4
 
 
-def norm_method(sizes: Sizes) -> str:
+def norm_method(sizes: Sizes, x: Codes, grad: Codes) -> str:
     """The cheaper way to norms, "gram" or "direct"; the constants are measured, by benchmarks/norm_ways.py."""
     n, c = sizes.features // sizes.groups, sizes.channels // sizes.groups
     gram = _GRAM_COST * (sizes.in_pixels**2 * c + sizes.pixels**2 * n) + _SHIFT_COST * sizes.taps * sizes.pixels**2
     # Grams are int32, and their products are added up in 64 bits, where nothing is lost as long as the sum itself fits.
     fits = (
-        4096 * max(sizes.taps * c, n) < 2**31 and sizes.features * sizes.taps * c * (4096 * sizes.pixels) ** 2 < 2**63
+        max(x.highest**2 * sizes.taps * c, grad.highest**2 * n) < 2**31
+        and sizes.features * sizes.taps * c * (x.highest * grad.highest * sizes.pixels) ** 2 < 2**63
     )
     return "gram" if fits and gram < sizes.pixels * sizes.taps * c * n else "direct"
 
@@ -95,21 +98,24 @@ class Int8Site:
         if layout is None:  # no elements
             unit.fill_(torch.finfo(torch.float32).tiny)
         else:
-            self._quantize(x, layout, _key(role, call, streams), streams.samples, call, codes, unit)
+            key = _key(role, call, streams)
+            self._quantize(x, layout, key, streams.samples, call.recipe.of(role), codes, unit)
         return Operand(codes, unit)
 
     def packed(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         if weight.dtype != torch.float32:
             return self._emulated.packed(weight, call, streams)
-        blob, codes = self.empty_packed(weight, call), FORMATS[call.recipe.format]
+        blob, spec = self.empty_packed(weight, call), call.recipe.weight
+        codes, x, grad = (codes_of(operand) for operand in (spec, call.recipe.input, call.recipe.grad_output))
+        assert codes is not None and x is not None and grad is not None  # `_supports` has said so
         count, order, load = weight.numel(), packing(tuple(weight.shape), call.geometry), build.load()
         numbers, by_tap = torch.empty(count + load.slack, dtype=torch.uint8), torch.empty(count, dtype=torch.int8)
         key, only = int(streams.keys[call.site, ROLES.index("weight")]), torch.zeros(1, dtype=torch.int64)
-        unit, shape = blob[:4].view(torch.float32), build.numbers(1, 1, count, count, 1, 1, 1, 1)
-        self._quantize(weight.detach().contiguous(), shape, key, only, call, numbers, unit)
+        unit, layout = blob[:4].view(torch.float32), _weight_layout(tuple(weight.shape), spec)
+        self._quantize(weight.detach().contiguous(), layout, key, only, spec, numbers, unit)
         taps = math.prod(weight.shape[2:])
         load("by_tap", numbers, count // taps, taps, codes.zero, by_tap)
-        order.fill(blob, by_tap, codes)
+        order.fill(blob, by_tap, x, grad)
         return blob
 
     def empty_operand(self, x: Tensor, call: SiteCall, batch: int) -> Operand:
@@ -154,7 +160,7 @@ class Int8Site:
         if sized.sizes.pixels > _LONGEST:
             return self._dense.sample_norms(*self._values(x, grad, shapes, call), shapes, method, call, streams)
         norms = torch.empty(shapes.batch, dtype=torch.float64)
-        if norm_method(sized.sizes) == "gram":
+        if norm_method(sized.sizes, sized.x_codes, sized.grad_codes) == "gram":
             load("norms_gram", sized.problem, x.codes, grad.codes, sized.table.source, norms)
         else:
             codes = self._read(x.codes, sized)
@@ -199,10 +205,12 @@ class Int8Site:
     # The parts of it
 
     def _quantize(
-        self, x: Tensor, layout: build.Numbers, key: int, samples: Tensor, call: SiteCall, out: Tensor, unit: Tensor
+        self, x: Tensor, layout: build.Numbers, key: int, samples: Tensor, spec: OperandSpec, out: Tensor, unit: Tensor
     ) -> None:
-        number = FORMATS[call.recipe.format].number
-        build.load()("quantize", x.data_ptr(), layout, key, samples, number, out, unit)
+        codes = codes_of(spec)
+        assert codes is not None  # `_supports` has said so
+        function, which = ("quantize", codes.number) if codes.grouped is None else ("quantize_groups", codes.grouped)
+        build.load()(function, x.data_ptr(), layout, key, samples, int(which), int(codes.nearest), out, unit)
 
     def _product(
         self, product: Product, codes: Tensor, packed: Tensor, unit: Tensor, bias: Tensor | None, out: Tensor
@@ -216,7 +224,7 @@ class Int8Site:
             return codes
         load, sizes = build.load(), sized.sizes
         rows = torch.empty(sizes.batch * sizes.pixels * sized.read.channels + load.slack, dtype=torch.uint8)
-        counts = sizes.batch, sizes.in_pixels, sizes.channels, sizes.pixels, sizes.taps, sized.codes.zero
+        counts = sizes.batch, sizes.in_pixels, sizes.channels, sizes.pixels, sizes.taps, sized.x_codes.zero
         load("unfold", codes, sized.table.source, *counts, rows)
         return rows
 
@@ -245,16 +253,25 @@ class Int8Site:
     def _values(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Operand, Operand]:
         """The operands as the numbers that they stand for."""
         sized = sized_call(shapes, call)
-        sizes, zero = sized.sizes, sized.codes.zero
-        values = []
-        for part, shape, axis, pixels, channels in (
-            (x, shapes.x, call.axis, sizes.in_pixels, sizes.channels),
-            (grad, shapes.y, call.output_axis, sizes.pixels, sizes.features),
+        sizes, values = sized.sizes, []
+        for part, zero, shape, axis, pixels, channels in (
+            (x, sized.x_codes.zero, shapes.x, call.axis, sizes.in_pixels, sizes.channels),
+            (grad, sized.grad_codes.zero, shapes.y, call.output_axis, sizes.pixels, sizes.features),
         ):
             codes = part.codes[: sizes.batch * pixels * channels].view(sizes.batch, pixels, channels)
             numbers = (codes.to(torch.float32) - zero) * part.unit[:, None, None]
             values.append(Operand(_spatial(numbers, shape, axis, call), part.unit))
         return values[0], values[1]
+
+
+@lru_cache(maxsize=4096)
+def _weight_layout(shape: tuple[int, ...], spec: OperandSpec) -> build.Numbers:
+    """A weight as `layout_of` describes tensors: one sample, in which groups are channels or blocks of a row."""
+    rows, width = shape[0], math.prod(shape[1:])
+    count = rows * width
+    if spec.scale == "channel":  # pixels by channels is [width, rows], and codes stay where their numbers are
+        return build.numbers(1, width, rows, count, 1, width, 1, width, 1, width)
+    return build.numbers(1, rows, width, count, width, 1, width, 1, width, 1)
 
 
 def _key(role: str, call: SiteCall, streams: Streams) -> int:
@@ -278,8 +295,8 @@ def _spatial(out: Tensor, shape: tuple[int, ...], axis: BatchAxis, call: SiteCal
 def _supports(call: SiteCall, device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"for the CPU only, not for {device.type}"
-    if call.recipe.format not in FORMATS:
-        return f"computes {' and '.join(FORMATS)}, not {call.recipe.format}"
+    if reason := why_not(call.recipe):
+        return reason
     if call.recipe.outputs != "none":
         return f"needs quantize_outputs='none', not {call.recipe.outputs!r}"
     if call.geometry is not None and (call.axis != BatchAxis(0) or call.output_axis != BatchAxis(0)):

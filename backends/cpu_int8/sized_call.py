@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends.cpu_int8 import build
+from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of
 from dpquant_compile.backends.cpu_int8.conv_tables import Table, backward_table, forward_table, linear_table
-from dpquant_compile.backends.cpu_int8.weights import Codes, Panels, packing
+from dpquant_compile.backends.cpu_int8.weights import Panels, packing
 from dpquant_compile.backends.registry import Shapes, SiteCall
 from dpquant_compile.numerics.quantize import to_samples
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["FORMATS", "SizedCall", "Sizes", "empty_samples", "layout_of", "sized_call", "sizes_of", "table_of"]
-
-FORMATS = {"luq_fp4": Codes(0, 64, 128), "uniform4": Codes(1, 8, 15)}
+__all__ = ["SizedCall", "Sizes", "empty_samples", "layout_of", "sized_call", "sizes_of", "table_of"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class Sizes:
     groups: int
     taps: int
 
-    def problem(self, codes: Codes) -> tuple[int, ...]:
+    def problem(self, x: Codes, grad: Codes) -> tuple[int, ...]:
         """The struct that the C++ of per-sample gradients takes."""
         sizes = (self.batch, self.in_pixels, self.channels, self.pixels, self.features, self.groups, self.taps)
-        return (*sizes, codes.zero, codes.largest)
+        return (*sizes, x.zero, x.largest, grad.zero, grad.largest)
 
 
 def sizes_of(shapes: Shapes, call: SiteCall) -> Sizes:
@@ -70,20 +69,23 @@ class SizedCall:
 
     def __init__(self, shapes: Shapes, call: SiteCall) -> None:
         self.shapes, self.call = shapes, call
-        self.codes, self.sizes = FORMATS[call.recipe.format], sizes_of(shapes, call)
+        self.sizes = sizes_of(shapes, call)
+        x, grad = codes_of(call.recipe.input), codes_of(call.recipe.grad_output)
+        assert x is not None and grad is not None  # `_supports` has said so
+        self.x_codes, self.grad_codes = x, grad
         self.packing = packing(shapes.weight, call.geometry)
         self.table = self.read_table = table_of(shapes, call, self.sizes)
         self.read, s = self.sizes, self.sizes
         if self.packing.unfolds:
             self.read = Sizes(s.batch, s.pixels, s.taps * s.channels, s.pixels, s.features, 1, 1)
             self.read_table = linear_table(s.pixels)
-        self.problem = build.numbers(*self.sizes.problem(self.codes))
-        self.read_problem = build.numbers(*self.read.problem(self.codes))
+        self.problem = build.numbers(*self.sizes.problem(x, grad))
+        self.read_problem = build.numbers(*self.read.problem(x, grad))
 
     @cached_property
     def forward(self) -> Product:
         read = self.read
-        return self._product(self.read_table, read.in_pixels, read.channels, self.packing.forward)
+        return self._product(self.read_table, read.in_pixels, read.channels, self.packing.forward, self.x_codes)
 
     @cached_property
     def backward(self) -> Product:
@@ -91,13 +93,13 @@ class SizedCall:
         table = linear_table(sizes.pixels)
         if geometry is not None:
             table = backward_table(geometry, self.shapes.x[2:], self.shapes.weight[2:])
-        return self._product(table, sizes.pixels, sizes.features, self.packing.backward)
+        return self._product(table, sizes.pixels, sizes.features, self.packing.backward, self.grad_codes)
 
-    def _product(self, table: Table, pixels: int, channels: int, order: Panels) -> Product:
+    def _product(self, table: Table, pixels: int, channels: int, order: Panels, rows: Codes) -> Product:
         sizes = (self.sizes.batch, pixels, channels, table.pixels, table.taps, order.groups, order.columns, order.terms)
         places = order.panels, order.offsets, order.depth
         across = table.across(self.sizes.batch, build.load().rows)
-        return Product(build.numbers(*sizes, self.codes.zero, *places, int(across)), table)
+        return Product(build.numbers(*sizes, rows.zero, *places, int(across)), table)
 
     @cached_property
     def tap_rows(self) -> tuple[tuple[int, int, int], ...]:
@@ -129,8 +131,8 @@ def sized_call(shapes: Shapes, call: SiteCall) -> SizedCall:
 def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], axis: BatchAxis, conv: bool) -> build.Numbers | None:
     """The struct by which a tensor is rounded where it lies; None if it has to be copied first, or holds nothing.
 
-    The struct is [batch, pixels, channels], their strides in elements, and how random bits are numbered by pixel and
-    channel: by the flat index in the sample, see `quantize_parts`.
+    The struct is [batch, pixels, channels], their strides in elements, how random bits are numbered by pixel and
+    channel (by the flat index in the sample, see `quantize_parts`), and where codes go: pixels by channels.
     """
     dims = list(zip(shape, strides, strict=True))
     dim = axis.dim % len(shape)
@@ -143,7 +145,7 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], axis: BatchAxis,
         return None
     numbering = (1, pixels[0]) if conv else (channels[0], 1)
     strides_of = step * axis.inner, pixels[1], channels[1]
-    return build.numbers(batch, pixels[0], channels[0], *strides_of, *numbering)
+    return build.numbers(batch, pixels[0], channels[0], *strides_of, *numbering, channels[0], 1)
 
 
 def _joined(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:

@@ -8,21 +8,13 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends.cpu_int8 import build
+from dpquant_compile.backends.cpu_int8.codes import Codes
 from dpquant_compile.sites import ConvGeometry
 
-__all__ = ["Codes", "Packing", "Panels", "packing"]
+__all__ = ["Packing", "Panels", "packing"]
 
 # Convs of fewer channels per tap take an unfolded input: a tap's channels are read in words of four.
 _THIN = 16
-
-
-@dataclass(frozen=True)
-class Codes:
-    """How a format is coded: its number in the C++, the zero point of its bytes, and the largest of code plus that."""
-
-    number: int
-    zero: int
-    largest: int
 
 
 @dataclass(frozen=True)
@@ -51,20 +43,20 @@ class Packing:
     unfolds: bool
     size: int
 
-    def fill(self, blob: Tensor, codes: Tensor, format: Codes) -> None:
-        """Put the codes of a weight, int8 by tap [taps, N, C], into the panels."""
+    def fill(self, blob: Tensor, codes: Tensor, x: Codes, grad: Codes) -> None:
+        """Put the codes of a weight, int8 by tap [taps, N, C], into the panels; `x` and `grad` are what they meet."""
         n, c = self.shape[:2]
         by_group = n // self.backward.groups * c
         first, strides = codes, (by_group, c, 1, n * c)
         if self.unfolds:
             taps = math.prod(self.shape[2:])
             first, strides = codes.view(taps, n, c).transpose(0, 1).contiguous(), (0, c * taps, 1, 1)
-        self._pack(blob, first, self.forward, strides, format)
-        self._pack(blob, codes, self.backward, (by_group, 1, c, n * c), format)
+        self._pack(blob, first, self.forward, strides, x)
+        self._pack(blob, codes, self.backward, (by_group, 1, c, n * c), grad)
 
-    def _pack(self, blob: Tensor, codes: Tensor, to: Panels, strides: tuple[int, ...], format: Codes) -> None:
+    def _pack(self, blob: Tensor, codes: Tensor, to: Panels, strides: tuple[int, ...], rows: Codes) -> None:
         start = blob.data_ptr()
-        counts = to.groups, to.columns, to.terms, to.taps, *strides, format.zero, format.largest
+        counts = to.groups, to.columns, to.terms, to.taps, *strides, rows.zero, rows.largest
         build.load()("pack", codes, *counts, start + to.panels, start + to.offsets, start + to.depth)
 
 

@@ -28,11 +28,12 @@ from dpquant_compile.backends.ops.site import (
     streams_of,
 )
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE, ClippedSite
-from dpquant_compile.backends.reference.per_sample import wide_dtype
+from dpquant_compile.backends.reference.per_sample import squares, wide_dtype
 from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
+from dpquant_compile.numerics.recipe import Precision
 
-__all__ = ["channels_last", "define_fake", "define_operator", "empty_packed", "pack_weight"]
+__all__ = ["channels_last", "define_fake", "define_operator", "pack_weight"]
 
 _X = "Tensor x, Tensor? codes, Tensor? unit"
 _GRAD = "Tensor grad, Tensor? grad_codes, Tensor? grad_unit"
@@ -72,16 +73,19 @@ def channels_last(op: str) -> torch.memory_format:
     return {"conv2d": torch.channels_last, "conv3d": torch.channels_last_3d}.get(op, torch.contiguous_format)
 
 
-def pack_weight(weight: Tensor, keys: Tensor, call: SiteCall) -> Tensor:
-    """The weight as the low-precision products of this step take it."""
-    chosen = choose_kernel(call, weight.device).kernel.arithmetic
+def pack_weight(weight: Tensor, keys: Tensor, call: SiteCall, precision: int) -> Tensor:
+    """The weight as the products of this step take it; where they are in full precision, what stands in for it."""
+    chosen, running = choose_kernel(call, weight.device).kernel.arithmetic, call.running(precision)
+    if running is None:
+        return chosen.empty_packed(weight.detach(), call)
     with torch.no_grad():
-        return chosen.packed(weight.detach(), call, Streams(keys, keys.new_zeros(0)))
+        return chosen.packed(weight.detach(), running, Streams(keys, keys.new_zeros(0)))
 
 
-def empty_packed(weight: Tensor, call: SiteCall) -> Tensor:
-    """What stands in for a packed weight where the policy is full precision."""
-    return choose_kernel(call, weight.device).kernel.arithmetic.empty_packed(weight.detach(), call)
+def _laid_like(weight: Tensor, grad: Tensor) -> Tensor:
+    """A gradient in a dense layout: that of its parameter, where the weight is the transpose of one."""
+    turned = weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+    return grad.t().contiguous().t() if turned else grad.contiguous()
 
 
 class _Static:
@@ -89,6 +93,7 @@ class _Static:
 
     def __init__(self, spec: SiteCall, device: torch.device) -> None:
         self.spec, self.layout = spec, channels_last(spec.op)
+        self.running = tuple(spec.running(precision) for precision in Precision)
         self.kernel = choose_kernel(spec, device).kernel.arithmetic
         self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], Shapes] = {}
 
@@ -106,14 +111,16 @@ def _decoded(key: tuple[Any, ...], device: torch.device) -> _Static:
 
 
 class _Call:
-    """One call of an operator, decoded. `low` is what runs it in low precision; None in full precision."""
+    """One call of an operator, decoded: `spec` as it runs, by `low`; None in full precision."""
 
     def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
         self.keys, self.samples = arguments["keys"], arguments["samples"]
         self._static = _decoded(static_key(arguments), device)
         self.spec, self.kernel, self.layout = self._static.spec, self._static.kernel, self._static.layout
-        low = self.spec.site >= 0 and arguments["policy"][self.spec.site].item()
-        self.low: Arithmetic | None = self.kernel if low else None
+        self.precision = int(arguments["policy"][self.spec.site].item()) if self.spec.site >= 0 else Precision.FULL
+        running = self._static.running[self.precision]
+        self.low: Arithmetic | None = None if running is None else self.kernel
+        self.spec = running or self.spec
 
     def streams(self, x: Tensor) -> Streams:
         return streams_of(self.keys, self.samples, x, self.spec.axis)
@@ -137,9 +144,8 @@ class _Call:
 def packed_weight(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     """`pack_weight` for a weight that forward computes of parameters, and so cannot be packed before it."""
     this = _Call(rest, weight.device)
-    if this.low is None:
-        return empty_packed(weight, this.spec)
-    return pack_weight(weight, this.keys, this.spec).clone(memory_format=torch.contiguous_format)
+    packed = pack_weight(weight, this.keys, call_of(rest), this.precision)
+    return packed.clone(memory_format=torch.contiguous_format)
 
 
 @define_operator("round_operand", f"(Tensor x, {TABLE}, str role, {STATIC}) -> (Tensor, Tensor)")
@@ -222,13 +228,14 @@ def sample_grads(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
 
 @define_operator("weighted_grad", f"({_X}, {_GRAD}, Tensor weight, Tensor factors, {TABLE}, {STATIC}) -> Tensor")
 def weighted_grad(x: Tensor, weight: Tensor, factors: Tensor, rest: Mapping[str, Any]) -> Tensor:
-    """Σᵢ factorᵢ Gᵢ, leaving samples out whose factor is NaN."""
+    """Σᵢ factorᵢ Gᵢ, leaving samples out whose factor is NaN. For a weight that is the transpose of a parameter the sum
+    lies in memory as the parameter does."""
     this = _Call(rest, x.device)
     with plain_dtypes(x):
         xs, grads = this.operands(x.to(weight.dtype), rest)
         shapes = this.shapes(x.shape, weight)
         total = this.clipped.weighted_grad(xs, grads, factors, shapes, this.spec, this.streams(x))
-    return total.to(wide_dtype(weight)).contiguous()
+    return _laid_like(weight, total.to(wide_dtype(weight)))
 
 
 @define_operator("sample_factors", f"({_X}, {_GRAD}, Tensor weight, {TABLE}, {STATIC}) -> (Tensor, Tensor)")
@@ -242,12 +249,35 @@ def sample_factors(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> tuple[
     return left, right
 
 
+@define_operator(
+    "embedding_products",
+    f"({_X}, {_GRAD}, Tensor weight, Tensor tokens, Tensor rows, bool turned, {TABLE}, {STATIC}) -> (Tensor, Tensor)",
+)
+def embedding_products(
+    x: Tensor, weight: Tensor, tokens: Tensor, rows: Tensor, turned: bool, rest: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Σ of Gᵢ times the gradient of an embedding that shares the weight, for each sample [B]; and Σₜ ‖dₜ‖‖uₜ‖ [B].
+
+    The embedding adds `rows` [B, S, E] at `tokens` [B, S] of the weight, or with `turned` of the transposed weight.
+    """
+    this = _Call(rest, x.device)
+    with plain_dtypes(x):
+        xs, grads = this.operands(x.to(weight.dtype), rest)
+        left, right = this.clipped.sample_factors(xs, grads, this.shapes(x.shape, weight), this.spec)
+        size = (squares(left).sqrt() * squares(right).sqrt()).sum(1)
+        looked, multiplied = (right, left) if turned else (left, right)
+        index = tokens[:, None, :].expand(-1, looked.shape[1], -1)
+        inner = (looked.gather(2, index) * (multiplied @ rows.to(left.dtype).transpose(1, 2))).sum((1, 2))
+    return inner.to(wide_dtype(weight)), size.to(wide_dtype(weight))
+
+
 # Shapes and layouts, for tracing
 
 
 @define_fake("packed_weight")
 def _fake_packed(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
-    return empty_packed(weight, call_of(rest))
+    call = call_of(rest)
+    return choose_kernel(call, weight.device).kernel.arithmetic.empty_packed(weight, call)
 
 
 @define_fake("round_operand")
@@ -284,7 +314,13 @@ def _fake_grads(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
 
 @define_fake("weighted_grad")
 def _fake_weighted(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
-    return torch.empty(weight.shape, dtype=wide_dtype(weight), device=x.device)
+    return _laid_like(weight, torch.empty(weight.shape, dtype=wide_dtype(weight), device=x.device))
+
+
+@define_fake("embedding_products")
+def _fake_products(x: Tensor, weight: Tensor, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    inner, size = (torch.empty(_batch(x, call_of(rest)), dtype=wide_dtype(weight), device=x.device) for _ in range(2))
+    return inner, size
 
 
 @define_fake("sample_factors")

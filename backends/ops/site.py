@@ -1,8 +1,8 @@
 """The dpquant:: operators: a conv and a linear that look their precision up when they run.
 
-`policy` is a bool per site, on the CPU. A compiled program holds these operators whole, so the policy is data to it:
-changing the table changes what runs next and compiles nothing. Forward and backward get the same table and the
-same keys as inputs, so a policy that is set between the two does not tear a step apart.
+`policy` is a `Precision` per site, on the CPU. A compiled program holds these operators whole, so the policy is data to
+it: changing the table changes what runs next and compiles nothing. Forward and backward get the same table and the same
+keys as inputs, so a policy that is set between the two does not tear a step apart.
 
 A site computes in the dtype of its weight. Under autocast that is still so: other operators around it may hand it
 activations of less precision, and it takes them.
@@ -130,9 +130,10 @@ def layout_of(op: str, x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _arithmetic(policy: Tensor, call: SiteCall, device: torch.device) -> Arithmetic | None:
-    """What runs this call under `policy`; None for full precision."""
-    return choose_kernel(call, device).kernel.arithmetic if bool(policy[call.site].item()) else None
+def _running(policy: Tensor, call: SiteCall, device: torch.device) -> tuple[SiteCall, Arithmetic | None]:
+    """This call as it runs under `policy`, and what runs it; None for full precision."""
+    running = call.running(int(policy[call.site].item()))
+    return (call, None) if running is None else (running, choose_kernel(call, device).kernel.arithmetic)
 
 
 def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:
@@ -234,9 +235,8 @@ def site_forward(
     geometry   stride, padding, dilation and groups of a conv in a row; empty for a linear
     axes       the batch axes of x and of the output, see `axis_list`
     """
-    call = call_of(rest)
-    streams = streams_of(keys, samples, x, call.axis)
-    return _forward(x, weight, bias, call, streams, _arithmetic(policy, call, x.device))
+    call, low = _running(policy, call_of(rest), x.device)
+    return _forward(x, weight, bias, call, streams_of(keys, samples, x, call.axis), low)
 
 
 @site_operator("site_grad_input", f"(Tensor grad, Tensor x, Tensor weight, {TABLE}, {STATIC}) -> Tensor")
@@ -244,9 +244,8 @@ def site_grad_input(
     grad: Tensor, x: Tensor, weight: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """The gradient of a site's input."""
-    call = call_of(rest)
-    streams = streams_of(keys, samples, x, call.axis)
-    return _grad_input(grad, x, weight, call, streams, _arithmetic(policy, call, x.device))
+    call, low = _running(policy, call_of(rest), x.device)
+    return _grad_input(grad, x, weight, call, streams_of(keys, samples, x, call.axis), low)
 
 
 @site_operator(
@@ -265,9 +264,9 @@ def site_grad_params(
     rest: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of a site's weight and bias, each an empty tensor where it is not needed."""
-    call = call_of(rest)
+    call, low = _running(policy, call_of(rest), x.device)
     streams, mask = streams_of(keys, samples, x, call.axis), (need_weight, need_bias)
-    return _grad_params(grad, x, weight, mask, call, streams, _arithmetic(policy, call, x.device))
+    return _grad_params(grad, x, weight, mask, call, streams, low)
 
 
 @site_fake(site_forward)

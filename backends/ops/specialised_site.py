@@ -130,7 +130,9 @@ class _LowPrecisionSite(torch.autograd.Function):
         streams = streams_of(keys, samples, x, spec.axis)
         rounded = _SEALED_SITE.input(x, spec, streams)
         rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
-        ctx.save_for_backward(rounded, rounded_weight, keys, samples)
+        # Of most recipes it is the same tensor, traced once.
+        summed = _SEALED_SITE.summed(x, "input", spec, streams) if spec.recipe.hadamard else rounded
+        ctx.save_for_backward(summed, rounded_weight, keys, samples)
         ctx.spec, ctx.layout = spec, layout_of(spec.op, x)
         with plain_dtypes(x):
             y = _SEALED_SITE.rounded_product(rounded, rounded_weight, bias, spec, streams)
@@ -145,6 +147,8 @@ class _LowPrecisionSite(torch.autograd.Function):
         dx = dw = db = None
         if need_x:
             dx = _SEALED_SITE.rounded_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
+        if need_weight and spec.recipe.hadamard:
+            grad = _SEALED_SITE.summed(grads[0], "grad_output", spec, streams)
         if need_weight and spec.recipe.outputs == "all":
             dw = torch.ops.dpquant.sample_grad_sum(
                 grad=grad, x=x, weight=weight, keys=keys, samples=samples, **static_arguments(spec)

@@ -70,23 +70,29 @@ class ClippedSite(ABC):
         """The call as it is computed."""
         return _taps(shapes, call)
 
+    def summed_values(self, operand: Operand, call: SiteCall) -> Tensor:
+        """The numbers of an operand that weight gradients are made of."""
+        return operand.codes
+
     def sample_norms(
         self, x: Operand, grad: Operand, shapes: Shapes, method: str, call: SiteCall, streams: Streams
     ) -> Tensor:
         taps = self.taps(shapes, call)
+        xs, grads = self.summed_values(x, call), self.summed_values(grad, call)
         if not self._rounds_grads(call):
-            return per_sample.sample_norms(taps.call, x.codes, grad.codes, taps.shape(shapes.weight), method)
-        norms = torch.zeros(shapes.batch, dtype=wide_dtype(x.codes), device=x.codes.device)
+            return per_sample.sample_norms(taps.call, xs, grads, taps.shape(shapes.weight), method)
+        norms = torch.zeros(shapes.batch, dtype=wide_dtype(xs), device=xs.device)
 
-        def measure(grads: Tensor, part: slice) -> None:
-            norms[part] = grads.to(norms.dtype).flatten(1).square().sum(1)
+        def measure(rounded: Tensor, part: slice) -> None:
+            norms[part] = rounded.to(norms.dtype).flatten(1).square().sum(1)
 
-        self._each_rounded(x, grad, shapes, call, streams, measure)
+        self._each_rounded(xs, grads, shapes, call, streams, measure)
         return norms
 
     def sample_grads(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall, streams: Streams) -> Tensor:
         taps = self.taps(shapes, call)
-        grads = per_sample.sample_grads(taps.call, x.codes, grad.codes, taps.shape(shapes.weight))
+        operands = self.summed_values(x, call), self.summed_values(grad, call)
+        grads = per_sample.sample_grads(taps.call, *operands, taps.shape(shapes.weight))
         grads = taps.whole_by_tap(grads, shapes.weight)
         if not self._rounds_grads(call):
             return grads
@@ -97,26 +103,28 @@ class ClippedSite(ABC):
         self, x: Operand, grad: Operand, factors: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
     ) -> Tensor:
         taps, out = self.taps(shapes, call), factors.isnan()
+        xs, grads = self.summed_values(x, call), self.summed_values(grad, call)
         if bool(out.any()):
             # Zero times NaN is NaN, so such a sample's values are taken out, not only its factor.
             factors = factors.masked_fill(out, 0.0)
-            x = Operand(x.codes.masked_fill(per_sample.spread(out, call.axis, x.codes), 0.0), x.unit)
-            grad = Operand(grad.codes.masked_fill(per_sample.spread(out, call.output_axis, grad.codes), 0.0), grad.unit)
-        dtype = wide_dtype(x.codes)
+            xs = xs.masked_fill(per_sample.spread(out, call.axis, xs), 0.0)
+            grads = grads.masked_fill(per_sample.spread(out, call.output_axis, grads), 0.0)
+        dtype = wide_dtype(xs)
         if not self._rounds_grads(call):
             shape = taps.shape(shapes.weight)
-            total = per_sample.weighted_sum(taps.call, x.codes, grad.codes, shape, factors)
+            total = per_sample.weighted_sum(taps.call, xs, grads, shape, factors)
             return taps.whole(total.to(dtype), shapes.weight)
-        total = torch.zeros(shapes.weight, dtype=dtype, device=x.codes.device)
+        total = torch.zeros(shapes.weight, dtype=dtype, device=xs.device)
 
-        def add(grads: Tensor, part: slice) -> None:
-            total.add_(torch.einsum("b,b...->...", factors[part].to(dtype), grads.to(dtype)))
+        def add(rounded: Tensor, part: slice) -> None:
+            total.add_(torch.einsum("b,b...->...", factors[part].to(dtype), rounded.to(dtype)))
 
-        self._each_rounded(x, grad, shapes, call, streams, add)
+        self._each_rounded(xs, grads, shapes, call, streams, add)
         return total
 
     def sample_factors(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Tensor, Tensor]:
-        left, right = per_sample.factors(call, x.codes, grad.codes, shapes.weight)
+        operands = self.summed_values(x, call), self.summed_values(grad, call)
+        left, right = per_sample.factors(call, *operands, shapes.weight)
         return left[:, 0], right[:, 0]
 
     # Rounded gradients
@@ -130,8 +138,8 @@ class ClippedSite(ABC):
 
     def _each_rounded(
         self,
-        x: Operand,
-        grad: Operand,
+        x: Tensor,
+        grad: Tensor,
         shapes: Shapes,
         call: SiteCall,
         streams: Streams,
@@ -139,7 +147,7 @@ class ClippedSite(ABC):
     ) -> None:
         """Hand the rounded gradient of every sample to `use`, a few samples at a time."""
         step = max(1, (16 << 20) // max(4 * torch.Size(shapes.weight).numel(), 1))
-        xs, grads = to_samples(x.codes, call.axis), to_samples(grad.codes, call.output_axis)
+        xs, grads = to_samples(x, call.axis), to_samples(grad, call.output_axis)
         taps = self.taps(shapes, call)
         alone = replace(taps.call, axis=BatchAxis(0), output_axis=BatchAxis(0))
         for start in range(0, shapes.batch, step):

@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace, output: "Output") -> int:
-    from dpquant_compile.privacy.validate import refuse_batch_norm
+    from dpquant_compile.privacy.validate import refuse_layers
 
     model = capture(args.model, args.input, args.data)
     sites = model.sites
@@ -37,7 +37,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     if any(site.flops is None for site in sites):
         output.note("Output shapes and FLOPs are not known without --input, such as --input 1x3x32x32.")
     try:
-        refuse_batch_norm(model)
+        refuse_layers(model)
     except IsolationError as error:
         output.note(f"Private training will refuse this model: {error}.")
     return DONE

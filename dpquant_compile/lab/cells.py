@@ -25,7 +25,7 @@ __all__ = [
 MISSING = "–"
 # Columns that stay even where all groups agree: the table is unreadable without them.
 _KEPT = ("budget", "scheduler")
-_COLUMNS = ("task", "privacy", "format", "budget", "scheduler", "estimator", "optimizer")
+_COLUMNS = ("task", "privacy", "recipe", "format", "high", "budget", "scheduler", "estimator", "optimizer")
 
 
 def show_number(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
@@ -65,7 +65,7 @@ def show_setting(field: str, value: Any) -> str:
 
 
 def show_settings(settings: Mapping[str, Any], fields: Sequence[str]) -> str:
-    """Settings in one line: "task cnn-digits, format luq_fp4", without unused ones."""
+    """Settings in one line: "task cnn-digits, recipe int4", without unused ones."""
     return ", ".join(f"{f} {show_setting(f, settings[f])}" for f in fields if settings[f] != NOT_USED)
 
 

@@ -4,13 +4,13 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
-from dpquant_compile.errors import LabError, did_you_mean
-from dpquant_compile.numerics.formats import format_names
-from dpquant_compile.numerics.recipe import Outputs
+from dpquant_compile.errors import CompileSpecError, FormatError, LabError, did_you_mean, listing
+from dpquant_compile.numerics.recipe import DEFAULT_RECIPE, HIGH, Outputs, Recipe, get_recipe, recipe_names
 from dpquant_compile.privacy.schedule.estimators import ESTIMATORS
 from dpquant_compile.privacy.schedule.scheduler import MODES
 from dpquant_compile.privacy.schedule.selection import NORMALISATIONS
@@ -31,7 +31,10 @@ class RunConfig:
 
     task         its name: a model, its data, and defaults
     seed         of the weights at the start and of the schedule's draws, which are public
-    budget       share of the sites in low precision; 0 is full precision throughout, 1 is all of them in every epoch
+    recipe       how operands are rounded in low precision, by name or as `Recipe.parse` reads it
+    format       one number format for all operands, in place of a recipe
+    high         what sites run in that are not low: "float32" or "int8"
+    budget       share of the sites in low precision; 0 is none of them (all as `high` says), 1 all in every epoch
     privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls
     target_epsilon    of training and analyses together; None uses the noise multiplier
     static_seed  which subset, for scheduler "static"; None uses the seed
@@ -44,7 +47,9 @@ class RunConfig:
 
     task: str
     seed: int = 0
-    format: str = "luq_fp4"
+    recipe: str = DEFAULT_RECIPE
+    format: str | None = None
+    high: str = "float32"
     budget: float = 0.75
     scheduler: str = "dpquant"
     estimator: str = "per_sample"
@@ -73,7 +78,11 @@ class RunConfig:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("format", tuple(format_names())), *_CHOICES.items()):
+        try:
+            self.numerics()
+        except (CompileSpecError, FormatError) as error:
+            raise LabError(str(error)) from None
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices and not (value is None and name in ("lr_decay", "normalise")):
                 raise LabError(f"{name}={value!r}: choose one of {', '.join(choices)}")
@@ -99,6 +108,37 @@ class RunConfig:
                 "private analyses. Fix: scheduler='pls' or 'static'"
             )
 
+    def numerics(self) -> Recipe:
+        """The recipe of the run's sites."""
+        if not isinstance(self.recipe, str):
+            raise CompileSpecError(f"recipe={self.recipe!r}: write a name, or operands as Recipe.parse reads them")
+        if self.format is not None:
+            if self.recipe != DEFAULT_RECIPE:
+                raise CompileSpecError(f"recipe={self.recipe!r} and format={self.format!r} contradict: give one")
+            return Recipe.of_format(self.format, cast(Outputs, self.quantize_outputs))
+        if self.recipe in recipe_names():
+            recipe = get_recipe(self.recipe)
+        else:
+            try:
+                recipe = Recipe.parse(self.recipe)
+            except FormatError as error:
+                raise CompileSpecError(
+                    f"recipe={self.recipe!r} is none of {listing(recipe_names())}; {error}"
+                ) from None
+        if (recipe.backend, recipe.high) != ("auto", "float32"):
+            raise CompileSpecError(f"recipe={self.recipe!r}: write high = … in a field of its own, and no backend")
+        if recipe.outputs not in ("none", self.quantize_outputs) and self.quantize_outputs != "none":
+            raise CompileSpecError(
+                f"recipe={self.recipe!r} has outputs {recipe.outputs!r}; quantize_outputs={self.quantize_outputs!r} "
+                "contradicts it"
+            )
+        return recipe
+
+    @property
+    def precision(self) -> str:
+        """What low precision is, in one word, which may also be part of a file's name."""
+        return re.sub(r"[^\w.+]", "_", self.format or self.recipe)
+
     def resolved(self) -> "RunConfig":
         """The same with None replaced by the task's values, where it has any."""
         from dpquant_compile.lab.tasks import get_task  # tasks hold defaults of this class' fields
@@ -116,14 +156,18 @@ class RunConfig:
     def key(self) -> str:
         """A short stable name, also of the run's folder: the main settings, and a digest of the rest."""
         full = {name: value for name, value in self.resolved().to_json().items() if name not in _PLACE}
+        # What a run does not use is no part of its name: so fields that came later leave the names of earlier runs.
+        del full["format" if self.format is None else "recipe"]
+        if self.high == "float32":
+            del full["high"]
         digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()[:8]
         if self.budget == 0:
-            how = "full"
+            how = "full" if self.high == "float32" else f"{self.high}-high"
         elif self.budget == 1:
-            how = f"{self.format}-all"
+            how = f"{self.precision}-all"
         else:
             chosen = self.scheduler if self.scheduler != "dpquant" else f"dpquant-{self.estimator}"
-            how = f"{self.format}-{self.budget:g}-{chosen}"
+            how = f"{self.precision}-{self.budget:g}-{chosen}"
         return f"{self.task}-{self.privacy}-{how}-s{self.seed}-{digest}"
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +188,6 @@ class RunConfig:
 
 # Fields of earlier releases, and what replaces them.
 _REMOVED = {
-    "recipe": " What is trained is the task now: write task = … in its place.",
     "secure_mode": " secure_mode = true is the default now: leave it out. For secure_mode = false write reproducible = "
     "true.",
 }
@@ -157,6 +200,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "lr_decay": DECAYS,
     "normalise": tuple(NORMALISATIONS),
     "quantize_outputs": get_args(Outputs),
+    "high": HIGH,
 }
 
 

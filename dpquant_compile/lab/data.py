@@ -51,7 +51,7 @@ def digits(folder: Path | None) -> Split:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise LabError('digits come with scikit-learn: pip install "dpquant-compile[examples]"') from error
+        raise LabError("digits come with scikit-learn. Fix: pip install scikit-learn") from error
     data = load_digits()
     x = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(data.target)

@@ -66,7 +66,7 @@ def _figures(run: RunResult, times: bool) -> str:
     if run.epsilon is not None:
         known = run.config.reproducible
         spent += ", as long as nobody knows the seed" if known else ", with noise from the operating system's entropy"
-    where = f"the model evaluated with {low} of {total} sites in {run.config.format}, as in the last epoch"
+    where = f"the model evaluated with {low} of {total} sites in {run.config.precision}, as in the last epoch"
     figures = [
         (
             "accuracy, full precision",
@@ -150,7 +150,7 @@ def _schedule(run: RunResult) -> str:
     epochs = f"epochs {first} to {last}" if last > first else f"epoch {first}"
     table = Table(("site", epochs, "epochs low", "probability", "score"), tuple(rows), labels=2)
     signs = [("full precision", '<path class="cell-full" d="M0 -6v12"/>')]
-    signs.append((f"low precision ({run.config.format})", '<path class="cell-low" d="M0 -6v12"/>'))
+    signs.append((f"low precision ({run.config.precision})", '<path class="cell-low" d="M0 -6v12"/>'))
     note = (
         "One cell per epoch. Probability: the chance to be drawn first, by the last scores; a dash where nothing is "
         "drawn. Score: the noised measurement of what low precision costs there, averaged over analyses; a dash where "

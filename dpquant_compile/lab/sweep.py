@@ -104,7 +104,7 @@ def sweep(
         else:
             waiting.append(config)
     waiting.sort(
-        key=lambda c: (c.task, c.format, c.quantize_outputs, c.physical or 0)
+        key=lambda c: (c.task, c.precision, c.high, c.quantize_outputs, c.physical or 0)
     )  # a stable sort: neighbours share programs
     context = multiprocessing.get_context("spawn")
     count = min(workers, len(waiting)) or 1

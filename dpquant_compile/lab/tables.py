@@ -47,7 +47,7 @@ _NO_TASK_SETS = ("task", "reproducible")
 NOT_USED = "–"
 
 _SCHEDULERS = ("static", "pls", "greedy", "dpquant")  # in the order of how much a schedule knows
-_FIRST = ("task", "privacy", "format", "optimizer")
+_FIRST = ("task", "privacy", "recipe", "format", "high", "optimizer")
 _LAST = ("budget", "scheduler", *ANALYSIS)
 
 
@@ -184,7 +184,13 @@ def _settings(run: RunResult) -> dict[str, Any]:
     if not 0 < values["budget"] < 1:
         values["scheduler"] = NOT_USED  # there is nothing to choose
     if values["budget"] == 0:
-        values["format"] = values["quantize_outputs"] = NOT_USED
+        values |= dict.fromkeys(("recipe", "format", "quantize_outputs"), NOT_USED)
+    elif values["format"] is None:
+        values["format"] = NOT_USED
+    else:
+        values["recipe"] = NOT_USED  # one format for all operands
+    if values["high"] == "float32" or values["budget"] == 1:
+        values["high"] = NOT_USED  # full precision, or no site that is not low
     if values["scheduler"] not in ("dpquant", "greedy"):
         values |= dict.fromkeys(ANALYSIS, NOT_USED)
     return values
@@ -206,10 +212,14 @@ def series_name(row: Row, rows: Sequence[Row]) -> str:
     """A name that distinguishes a row's schedule in `rows`: "dpquant, paper", or "dpquant, per_sample, beta 4"."""
     scheduler, budget = row.settings["scheduler"], row.settings["budget"]
     if scheduler == NOT_USED:
-        return "full precision" if budget == 0 else "all sites"
+        return "all sites" if budget else "full precision" if _is_full(row) else f"all sites in {row.settings['high']}"
     fields = [f for f in varying(rows) if f in ANALYSIS and f != "estimator" and row.settings[f] != NOT_USED]
     estimator = [row.settings["estimator"]] if row.settings["estimator"] != NOT_USED else []
     return ", ".join([scheduler, *estimator, *(f"{f} {show_value(row.settings[f])}" for f in fields)])
+
+
+def _is_full(row: Row) -> bool:
+    return bool(row.settings["budget"] == 0 and row.settings["high"] == NOT_USED)
 
 
 def show_value(value: Any) -> str:
@@ -299,8 +309,8 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     for row in rows:
         if row.settings["budget"] > 0:
             found.setdefault(shared(row), []).append(row)
-    unformatted = ("format", "quantize_outputs")
-    full = [row for row in rows if row.settings["budget"] == 0]
+    unformatted = ("recipe", "format", "high", "quantize_outputs")
+    full = [row for row in rows if _is_full(row)]
     return [
         Panel(
             dict(key),

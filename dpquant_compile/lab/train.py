@@ -25,6 +25,7 @@ from dpquant_compile.lab.models import seeded
 from dpquant_compile.lab.results import MODEL, RESULT, EpochRow, RunResult, read_run, write_json, write_run
 from dpquant_compile.lab.tasks import Task, get_task
 from dpquant_compile.module import CompiledModule
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.policy import resolve_budget
 from dpquant_compile.privacy.accounting.planning import plan
 from dpquant_compile.privacy.atomic_file import write_whole
@@ -276,15 +277,16 @@ def _data(task: Task, folder: str | None) -> Split:
 
 
 @lru_cache(maxsize=2)
-def _compiled(task: Task, folder: str | None, number_format: str, outputs: str) -> CompiledModule:
+def _compiled(task: Task, folder: str | None, recipe: Recipe, outputs: str, high: str) -> CompiledModule:
     """A task's compiled model; the runs of one process share it, and so reuse its compiled programs."""
     model = task.model(None if folder is None else Path(folder))
     example = _data(task, folder).train_x[:2]
     return compile_model(
         model,
         budget=0,
-        format=number_format,
-        quantize_outputs=outputs,
+        recipe=recipe,
+        quantize_outputs=outputs if recipe.outputs == "none" else None,
+        high=high,
         inner=task.inner,
         example_inputs=(example,),
     )
@@ -292,7 +294,7 @@ def _compiled(task: Task, folder: str | None, number_format: str, outputs: str) 
 
 def _fresh(config: RunConfig) -> CompiledModule:
     """The compiled model at the start of a run of this seed. Training rounds by the engine's secret."""
-    model = _compiled(get_task(config.task), config.data, config.format, config.quantize_outputs)
+    model = _compiled(get_task(config.task), config.data, config.numerics(), config.quantize_outputs, config.high)
     folder = None if config.data is None else Path(config.data)
     model.load_state_dict(seeded(partial(get_task(config.task).model, folder), config.seed).state_dict())
     # An evaluation in low precision draws public bits by step; runs with starts this far apart share no step.

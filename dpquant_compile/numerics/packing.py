@@ -77,7 +77,8 @@ def unpack4(packed: Tensor, length: int) -> Tensor:
 def _packable(fmt: str | Format) -> Format:
     fmt = get_format(fmt)
     if not fmt.packable:
-        raise FormatError(f"{fmt} has {fmt.bits} bits per element; only 4-bit formats are packed")
+        why = "has two grids" if fmt.bits == 4 else f"has {fmt.bits} bits per element"
+        raise FormatError(f"{fmt} {why}; only 4-bit formats with one grid are packed")
     return fmt
 
 

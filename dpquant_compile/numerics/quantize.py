@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import FormatError, NonFiniteError, listing
-from dpquant_compile.numerics.formats import Format, get_format
+from dpquant_compile.numerics.formats import Format
+from dpquant_compile.numerics.operand_spec import OperandSpec, rounding_of
 from dpquant_compile.numerics.random_bits import random_bits, sample_keys, site_keys
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["from_samples", "quantize", "quantize_parts", "quantize_values", "to_samples"]
+__all__ = ["from_samples", "quantize", "quantize_parts", "quantize_values", "to_samples", "view_dim"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,42 +59,45 @@ def from_samples(y: Tensor, axis: BatchAxis | None, like_shape: Sequence[int]) -
 
 
 def quantize_parts(
-    x: Tensor, fmt: str | Format, key: Tensor, samples: Tensor, axis: BatchAxis | None, block_dim: int = -1
+    x: Tensor, numbers: str | Format | OperandSpec, key: Tensor, samples: Tensor, axis: BatchAxis | None, dim: int = -1
 ) -> tuple[Tensor, Tensor]:
-    """Round `x` to the grid of `fmt`: `(q, unit)` in sample view, the values being `q * unit`.
+    """Round `x` to the grid of a format: `(q, unit)` in sample view, the values being `q * unit`.
 
     Requires: `key` an int64 scalar, `samples` the int64 ids `[B]` of the samples (one id when `axis` is None), both on
-    the device of `x`; `block_dim` a dimension of `x`, not the samples', counted from either end. Only block formats
-    look at `block_dim`.
-    Ensures: `q` float32 on `fmt.levels()`, with +0 zeros; `unit` float32 and broadcastable; what a sample becomes is
-    a function of its elements, its id and the key alone; a sample that is not finite has `unit` NaN, so all its values
-    are NaN. Traceable with a symbolic batch size. No gradient flows through.
+    the device of `x`; `dim` a dimension of `x`, not the samples', counted from either end: the channels, along which
+    blocks lie. Formats with one scale per sample do not look at it.
+    Ensures: `q` float32 on `fmt.levels()` (or `fmt.unsigned`), with +0 zeros; `unit` float32 and broadcastable; what a
+    sample becomes is a function of its elements, its id and the key alone, and of its elements alone if rounding is to
+    nearest; a sample that is not finite has `unit` NaN, so all its values are NaN. Traceable with a symbolic batch
+    size. No gradient flows through.
     """
-    fmt = get_format(fmt)
-    view_dim = -1 if fmt.block is None else _block_dim(x, axis, block_dim, fmt)
+    fmt, rounding, scale = rounding_of(numbers)
+    place = -1 if scale == "sample" else view_dim(x, axis, dim, fmt)
     view = to_samples(x.detach().to(torch.float32), axis)
     if samples.dim() != 1 or samples.shape[0] != view.shape[0]:
         raise FormatError(f"samples has shape {list(samples.shape)}, the tensor holds {view.shape[0]} samples")
-    k0, k1 = sample_keys(key, samples)
-    rest = view.shape[1:]
-    each = [-1, *(1 for _ in rest)] if view.dim() > 1 else [-1]
-    index = torch.arange(rest.numel(), dtype=torch.int32, device=x.device).reshape([1, *rest])
-    bits = random_bits(k0.reshape(each), k1.reshape(each), index)
-    if view.dim() == 1 and fmt.block is not None:  # a scalar: a block of one
-        q, unit = fmt.round(view[:, None], bits[:, None], -1)
+    bits = None
+    if rounding == "stochastic":
+        k0, k1 = sample_keys(key, samples)
+        rest = view.shape[1:]
+        each = [-1, *(1 for _ in rest)] if view.dim() > 1 else [-1]
+        index = torch.arange(rest.numel(), dtype=torch.int32, device=x.device).reshape([1, *rest])
+        bits = random_bits(k0.reshape(each), k1.reshape(each), index)
+    if view.dim() == 1 and scale != "sample":  # a scalar: a block of one
+        q, unit = fmt.rounded(view[:, None], None if bits is None else bits[:, None], -1, scale)
         return q[:, 0], unit[:, 0]
-    return fmt.round(view, bits, view_dim)
+    return fmt.rounded(view, bits, place, scale)
 
 
 def quantize_values(
-    x: Tensor, fmt: str | Format, key: Tensor, samples: Tensor, axis: BatchAxis | None, block_dim: int = -1
+    x: Tensor, numbers: str | Format | OperandSpec, key: Tensor, samples: Tensor, axis: BatchAxis | None, dim: int = -1
 ) -> Tensor:
     """The quantized values, of the shape and dtype of `x`; arguments and guarantees as in `quantize_parts`.
 
     Rounding works in float32. The values are then cast to the dtype of `x`; a level above the largest number of float16
     or bfloat16 becomes that number, never infinity.
     """
-    q, unit = quantize_parts(x, fmt, key, samples, axis, block_dim)
+    q, unit = quantize_parts(x, numbers, key, samples, axis, dim)
     y = from_samples(q * unit, axis, x.shape)
     if x.dtype in (torch.float16, torch.bfloat16):
         largest = torch.finfo(x.dtype).max
@@ -103,7 +107,7 @@ def quantize_values(
 
 def quantize(
     x: Tensor,
-    format: str | Format = "luq_fp4",
+    format: str | Format | OperandSpec = "luq_fp4",
     seed: int = 0,
     sample_dim: int | None = 0,
     *,
@@ -111,16 +115,18 @@ def quantize(
     block_dim: int = -1,
     on_nonfinite: Literal["propagate", "raise"] = "propagate",
 ) -> Tensor:
-    """Round `x` stochastically, without bias, to the grid of `format`: same shape and dtype, values on the grid.
+    """Round `x` to the grid of `format`: same shape and dtype, values on the grid.
 
-    `sample_dim` is the dimension that runs over the samples, each of which has its own scale; None gives the whole
-    tensor one scale, as for weights. `samples` are the ids that the random bits of the samples are drawn by (default 0,
-    1, 2, …). The same seed and ids give the same result; different seeds give independent ones. No sample depends on
-    another. `block_dim` is the dimension along which block formats lay their blocks.
+    `format` is a format's name, after which rounding and scale may stand: "luq_fp4" rounds stochastically, without
+    bias; "int4.nearest.channel" to nearest, with scales inside the channels of a sample. `sample_dim` is the dimension
+    that runs over the samples, each of which has its own scale; None gives the whole tensor one scale, as for weights.
+    `samples` are the ids that the random bits of the samples are drawn by (default 0, 1, 2, …). The same seed and ids
+    give the same result; different seeds give independent ones. No sample depends on another. `block_dim` is the
+    dimension of the channels, along which block formats lay their blocks.
 
     A sample with NaN or infinity becomes NaN throughout; `on_nonfinite="raise"` raises `NonFiniteError` instead.
     """
-    fmt = get_format(format)
+    rounding_of(format)  # whatever else is wrong, an unknown name is told first
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise FormatError(f"seed={seed!r} is not an int")
     _check_tensor(x, sample_dim, on_nonfinite)
@@ -136,7 +142,7 @@ def quantize(
     if on_nonfinite == "raise":
         _check_finite(x, axis, ids)
     key = site_keys(seed, 0, ("quantize",))[0, 0].to(x.device)
-    return quantize_values(x, fmt, key, ids, axis, block_dim)
+    return quantize_values(x, format, key, ids, axis, block_dim)
 
 
 def _check_tensor(x: Tensor, sample_dim: int | None, on_nonfinite: str) -> None:
@@ -173,7 +179,7 @@ def _sample_dim(x: Tensor, axis: BatchAxis) -> int:
     return axis.dim % x.dim()
 
 
-def _block_dim(x: Tensor, axis: BatchAxis | None, block_dim: int, fmt: Format) -> int:
+def view_dim(x: Tensor, axis: BatchAxis | None, block_dim: int, fmt: Format) -> int:
     """`block_dim` of `x` as a dimension of its sample view."""
     if x.dim() == 0:
         return -1

@@ -19,7 +19,7 @@ from dpquant_compile.privacy.engine import PrivacyEngine
 __all__ = ["measure_stages"]
 
 _RANGE = "dpquant_compile.stages::"  # prefix of the names of stages in a profile
-_CLIPPING = ("dpquant::sample_norms", "dpquant::sample_grads", "dpquant::sample_factors")
+_CLIPPING = ("dpquant::sample_norms", "dpquant::sample_grads", "dpquant::sample_factors", "dpquant::embedding_products")
 
 
 def measure_stages(

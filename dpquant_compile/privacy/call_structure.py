@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_structure
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_is_leaf, tree_structure
 
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.held_values import same_values, values_in
@@ -44,6 +44,10 @@ class CallStructure:
         """The names of declared arguments."""
         return frozenset(self._declared)
 
+    def given(self, kind: str) -> frozenset[str]:
+        """The arguments of the first call of a kind that are neither declared nor None."""
+        return frozenset(self._pinned.get(kind, ()))
+
     def check(self, kind: str, arguments: Sequence[tuple[str, Any]], sizes: Sizes) -> None:
         """Refuse a call with another structure than the first one of its kind, or with undeclared constants.
 
@@ -54,7 +58,7 @@ class CallStructure:
             if name in self._declared:
                 self._check_declared(name, value)
             elif value is not None:
-                leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
+                leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(_plain(value))[0]}
                 described = {path: self._leaf(name, path, leaf, sizes) for path, leaf in leaves.items()}
                 found[name] = (tree_structure(value), described)
         self._compare(found, self._pinned.setdefault(kind, found))
@@ -80,7 +84,7 @@ class CallStructure:
             return None
         found = sizes(name, leaf)
         if found is not None:
-            return getattr(leaf, "dtype", torch.bool), found
+            return leaf.dtype if isinstance(leaf, Tensor) else torch.bool, found
         kind = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         raise PrivateTrainingError(
             f"input {name + path!r} of {self._of} is {kind} without a row per sample. If it is made of the batch, "
@@ -126,3 +130,12 @@ class CallStructure:
                 "batch to one fixed length; or, if shapes do not depend on private data, "
                 "make_private(..., varying_shapes=True), which the ledger's statement then says"
             )
+
+
+def _plain(value: Any) -> Any:
+    """A `ModelOutput` as a dict: it is a mapping that pytrees can take apart, but not name the parts of."""
+    if isinstance(value, Mapping) and not tree_is_leaf(value):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value

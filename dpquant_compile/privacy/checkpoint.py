@@ -80,6 +80,8 @@ def _large(engine: "PrivacyEngine") -> dict[str, Any]:
 def _small(engine: "PrivacyEngine") -> dict[str, Any]:
     """State that only rank 0 has."""
     run = engine.run
+    if run.world.size == 1:  # its end is a collective, and rank 0 alone is here
+        run.end_epoch()
     if run.session.micro is not None:
         raise CheckpointError(
             "the loop over the loader has not ended. A resumed run starts the epoch again, with other batches but the "

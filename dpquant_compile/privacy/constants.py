@@ -73,6 +73,10 @@ class Constants:
         self._holders: list[tuple[str, nn.Module, str]] = []
         self.freeze()
 
+    def given(self, what: str) -> frozenset[str]:
+        """The arguments that calls of a kind give, by name; none before the first call."""
+        return self._calls.given(what)
+
     def freeze(self) -> None:
         """Record tensors and attributes as they are now, when the run begins."""
         self._holders = self._find_holders()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpquant_compile.errors import IsolationError, PrivacySpecError, PrivateTrainingError
+from dpquant_compile.errors import IsolationError, PerSampleGradientError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy import checkpoint, validate
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from dpquant_compile.privacy.accounting.payments import Payments
@@ -138,7 +138,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         module                   the result of `dpquant_compile.compile`; another nn.Module is compiled with budget 0
         criterion                a loss with a `reduction`; see `PrivateCriterion`
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
-                                 program is compiled for it; None: mean + 4σ of this process' share of a batch
+                                 program is compiled for it; None: large enough for whole batches. All batches have the
+                                 same number of micro-batches, some of which may be empty: see `PrivateLoader`
         loss_reduction           "mean" or "sum"; None: that of the criterion, or "mean"
         clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
         noise_generator          noise and rounding are reproducible from this generator's next number; not in secure
@@ -167,7 +168,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         step = Step(bounds.sensitivity)
         reduction, wrapped = validate.reduction_of(criterion, loss_reduction, model, step)
         given = max_physical_batch_size
-        physical = validate.roomy(data_loader, world.size) if given is None else given
+        default = validate.whole_batch if poisson_sampling else validate.roomy
+        physical = default(data_loader, world.size) if given is None else given
         session = Session(
             model,
             parameters,
@@ -369,13 +371,13 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Refuse a model that is known to mix samples; the proof is made at the first training forward."""
-        validate.refuse_batch_norm(module)
+        validate.refuse_layers(module)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
         """Whether `validate` would pass."""
         try:
             self.validate(module=module)
-        except IsolationError:
+        except (IsolationError, PerSampleGradientError):
             return False
         return True
 
@@ -424,6 +426,8 @@ class _RunHooks(Hooks):
         """Account for the step that is about to add noise, if its batch was given by hand or had a step already."""
         if self._session.draws_random:
             self._engine.ledger.add_caveat(validate.DRAWS_RANDOM)
+        if own := self._session.own_rules:
+            self._engine.ledger.add_caveat(validate.own_rules(own))
         if self._session.step.paid is None:
             self.pay()
 

@@ -73,7 +73,7 @@ def progress(engine: PrivacyEngine, *, delta: float, title: str = "epoch", show:
     """
     run = engine.run
     visible = sys.stderr.isatty() if show is None else show
-    bar = tqdm(total=len(run.loader), desc=title, unit="batch", disable=not visible, leave=False)
+    bar = tqdm(total=run.loader.steps, desc=title, unit="batch", disable=not visible, leave=False)
     begun = asked = time.perf_counter()
     samples = 0
     epsilon = engine.get_epsilon(delta) if visible else 0.0

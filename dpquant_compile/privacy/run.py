@@ -51,6 +51,11 @@ class Run:
     physical: int
     default_physical: int | None
 
+    def end_epoch(self) -> None:
+        """End the loop over the loader if its last batch has had its step: trainers never ask for one more."""
+        if self.step.paid is None:
+            self.loader.finish()
+
 
 class Pinned(NamedTuple):
     """What all micro-batches of a logical batch must have in common.
@@ -148,8 +153,8 @@ class Step:
 
     @property
     def divided(self) -> bool:
-        """Whether the logical batch has more than one micro-batch."""
-        return self.begun or self.incomplete
+        """Whether samples of the logical batch are in more than one micro-batch."""
+        return self._micro is not None and self._micro.divided and (self.begun or self.incomplete)
 
     @property
     def paid(self) -> float | None:
@@ -235,12 +240,17 @@ class Step:
             what = next(name for name, a, b in zip(_NAMES, self._pinned, pinned, strict=True) if a != b)
             raise PrivateTrainingError(
                 f"{what} changed between two micro-batches of one logical batch. Which samples are in which of them "
-                "depends on the others, so the change would carry from sample to sample. Fix: make it after the "
-                "optimizer's step at the end of the logical batch, or between epochs"
+                "depends on the others, so the change would carry from sample to sample. Fix: step only the optimizer "
+                "that make_private returned; make other changes after its step at the end of the logical batch, or "
+                "between epochs"
             )
         self._pinned, self._rows = pinned, rows
         self._open = Forward(self._sum_bound if self.growing else self._next_bound, pinned)
         return self._open
+
+    def forward_empty(self, rows: int) -> None:
+        """Begin a training forward of `rows` made-up rows: nothing of it enters the sum, so nothing is pinned."""
+        self._rows, self._open = rows, None
 
     def check_backward(self, forward: Forward) -> None:
         """Refuse a backward that would let a sample count twice."""
@@ -286,8 +296,9 @@ class Step:
             raise PrivateTrainingError(
                 "a sum is about to leave that lacks micro-batches of its logical batch. Which samples share a "
                 "micro-batch depends on who is in the batch, so a record more could move many others into or out of "
-                "the sum. Fix: one backward for every micro-batch that the loader yields, and the step after the last; "
-                "skip none by its loss, since samples without a finite gradient are left out one by one"
+                "the sum. Fix: one backward in train() for every micro-batch that the loader yields, so model.train() "
+                "after an evaluation, and the step after the last; skip none by its loss, since samples without a "
+                "finite gradient are left out one by one"
             )
         self._paid = self._open = None
         if self.empty:

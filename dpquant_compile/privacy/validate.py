@@ -1,8 +1,9 @@
 """Checks of the arguments of `make_private`: the module, its parameters, the loss, sizes and options."""
 
+import itertools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpquant_compile.errors import IsolationError, PrivacySpecError
+from dpquant_compile.errors import IsolationError, PerSampleGradientError, PrivacySpecError
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.privacy.data.criterion import CONSTANT_PREFIX, PrivateCriterion
+from dpquant_compile.privacy.data.poisson_loader import holds_batch
 from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.run import Step
 from dpquant_compile.spec import CompileSpec
@@ -28,20 +30,31 @@ __all__ = [
     "check_world",
     "compiled_module",
     "least_noise",
+    "own_rules",
     "pin_criterion",
     "reduction_of",
-    "refuse_batch_norm",
+    "refuse_layers",
     "refuse_unknown",
     "roomy",
     "trainable",
+    "whole_batch",
 ]
 
 
 def compiled_module(module: nn.Module) -> CompiledModule:
-    """`module` as a CompiledModule: another module is compiled with budget 0; DistributedDataParallel is unwrapped.
+    """`module` as a CompiledModule: another module is compiled with budget 0, and wrappers for devices are taken off.
 
-    Its hooks wait for gradients from autograd, which a private program does not give: the optimizer adds up.
+    The hooks of DistributedDataParallel wait for gradients from autograd, which a private program does not give: the
+    optimizer adds up. DataParallel without several devices does nothing.
     """
+    if isinstance(module, nn.DataParallel):
+        if len(module.device_ids) > 1:
+            raise PrivacySpecError(
+                f"nn.DataParallel over {len(module.device_ids)} devices: it copies a model in each forward, which a "
+                "private program cannot be. Fix: one process per device under DistributedDataParallel, started by "
+                "torchrun; or give the model inside, model.module, to train on one device"
+            )
+        module = module.module
     if isinstance(module, DistributedDataParallel):
         if module.process_group.size() != dist.get_world_size():
             raise PrivacySpecError(
@@ -51,11 +64,14 @@ def compiled_module(module: nn.Module) -> CompiledModule:
         module = module.module
     refuse_shards(module)
     if isinstance(module, torch._dynamo.OptimizedModule):
-        raise PrivacySpecError(
-            "this model was compiled by torch.compile. Fix: give the original to dpquant_compile.compile(model, "
-            "budget=k), which compiles it"
+        inside = isinstance(module._orig_mod, CompiledModule)
+        fix = (
+            "leave torch.compile out, since dpquant_compile.compile has compiled it"
+            if inside
+            else "give the original to dpquant_compile.compile(model, budget=k), which compiles it"
         )
-    refuse_batch_norm(module)
+        raise PrivacySpecError(f"this model was compiled by torch.compile. Fix: {fix}")
+    refuse_layers(module)
     return module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
 
 
@@ -85,9 +101,23 @@ def check_world(world: World, poisson_sampling: bool) -> None:
         )
 
 
-def refuse_batch_norm(module: nn.Module) -> None:
-    """Refuse layers that are known to mix samples."""
+# Layers whose products lie inside one operator, or one call, that no gradient by sample comes out of.
+_ALTERNATIVES: dict[type[nn.Module], str] = {
+    nn.LSTM: "opacus.layers.DPLSTM has the same arguments and parameters, and trains privately",
+    nn.GRU: "opacus.layers.DPGRU has the same arguments and parameters, and trains privately",
+    nn.RNN: "opacus.layers.DPRNN has the same arguments and parameters, and trains privately",
+    nn.CrossMapLRN2d: "nn.LocalResponseNorm computes the same",
+    nn.AdaptiveLogSoftmaxWithLoss: "return the logits of an nn.Linear, and give nn.CrossEntropyLoss as criterion",
+}
+
+
+def refuse_layers(module: nn.Module) -> None:
+    """Refuse layers that are known to mix samples, or whose gradients cannot be taken apart by sample."""
     for name, child in module.named_modules():
+        if type(child) in _ALTERNATIVES:
+            raise PerSampleGradientError(
+                f"layer {name!r} ({type(child).__name__}) has no gradient by sample. Fix: {_ALTERNATIVES[type(child)]}"
+            )
         if isinstance(child, _BatchNorm) and child.training and module.training:
             raise IsolationError(
                 f"layer {name!r} ({type(child).__name__}) normalises over the batch, so each sample's gradient depends "
@@ -160,7 +190,7 @@ def least_noise(target: tuple[float, float], q: float, steps: int, accountant: s
 
 
 def roomy(data_loader: DataLoader[Any], processes: int = 1) -> int:
-    """Default physical batch: mean + 4σ of one process' share of a Poisson batch. A larger share is cut in two."""
+    """Mean + 4σ of one process' share of a Poisson batch: what schedulers count in, where no size was given."""
     try:
         expected = len(data_loader.dataset) / len(data_loader) / processes  # type: ignore[arg-type]
     except TypeError:
@@ -168,10 +198,32 @@ def roomy(data_loader: DataLoader[Any], processes: int = 1) -> int:
     return 8 * math.ceil((expected + 4 * math.sqrt(expected)) / 8)
 
 
+def whole_batch(data_loader: DataLoader[Any], processes: int = 1) -> int:
+    """Default physical batch: holds one process' share of every Poisson batch, but for a negligible probability.
+
+    So every batch that a loop gets by default is a whole one.
+    """
+    size = roomy(data_loader, processes)
+    try:
+        samples, rate = math.ceil(len(data_loader.dataset) / processes), 1 / len(data_loader)  # type: ignore[arg-type]
+    except TypeError:
+        return size
+    return next(fits for fits in itertools.count(size, 8) if holds_batch(samples, rate, fits))
+
+
 DRAWS_RANDOM = (
     "the model draws random numbers, as dropout does, from torch's generators. Their states are secret and new in "
     "each forward, but they are not cryptographic: the claim takes what they draw for independent random bits"
 )
+
+
+def own_rules(operators: Sequence[str]) -> str:
+    """The caveat about operators whose batch rule is the user's."""
+    return (
+        f"that {', '.join(operators)} keep{'s' * (len(operators) == 1)} samples apart is claimed by a batch rule that "
+        "was registered with dpquant_compile.register_batch_rule. The library has not proved it; if it is wrong, so is "
+        "this claim"
+    )
 
 
 VARYING_SHAPES = (

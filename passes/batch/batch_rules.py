@@ -9,7 +9,7 @@ An axis says which elements belong to which sample. It does not say that they ar
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from dpquant_compile.errors import RegistryError
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["Axis", "Lost", "OpCall", "output_axis"]
+__all__ = ["Axis", "Lost", "OpCall", "has_rule", "output_axis"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _moved(axis: BatchAxis, dim: int) -> BatchAxis:
 
 
 @rule("copy_", "masked_fill_", "lerp_", "expand", "native_dropout", "_to_copy", "index_fill", "fill_", "zero_", "where")
-@rule("_prelu_kernel", "bernoulli", "bernoulli_", "normal", "poisson", "rrelu_with_noise")
+@rule("_prelu_kernel", "bernoulli", "bernoulli_", "normal", "poisson", "rrelu_with_noise", "hardswish")
 def _pointwise(call: OpCall) -> Axis:
     """Broadcasting aligns dimensions from the right; all batch inputs must agree on where the batch is."""
     rank, found = call.output.dim(), set()
@@ -116,7 +116,7 @@ def _pointwise(call: OpCall) -> Axis:
 
 @rule("clone", "detach", "alias", "contiguous", "lift_fresh", "rand_like", "randn_like", "randint_like")
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "uniform_", "normal_", "exponential_", "random_")
-@rule("log_normal_", "cauchy_", "geometric_")
+@rule("log_normal_", "cauchy_", "geometric_", "log_sigmoid_forward")
 def _same(call: OpCall) -> Axis:
     return call.first
 
@@ -228,10 +228,10 @@ def _stack(call: OpCall) -> Axis:
 
 
 @rule("sum", "mean", "amax", "amin", "prod", "var", "std", "any", "all", "argmax", "argmin", "logsumexp")
-@rule("var_mean", "std_mean", "max", "min", "median", "linalg_vector_norm")
+@rule("var_mean", "std_mean", "max", "min", "median", "linalg_vector_norm", "norm")
 def _reduce(call: OpCall) -> Axis:
     rank, axis = call.source.dim(), call.first
-    position = 2 if call.name == "linalg_vector_norm" else 1
+    position = 2 if call.name in ("linalg_vector_norm", "norm") else 1
     dims = call.argument(position, "dim")
     dims = list(range(rank)) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     dims = [_positive(d, rank) for d in dims]
@@ -265,7 +265,10 @@ def _along(call: OpCall) -> Axis:
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d", "im2col")
 @rule("native_group_norm", "upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest1d", "upsample_linear1d")
 @rule("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "pixel_shuffle")
-@rule("reflection_pad3d", "replication_pad3d", "adaptive_avg_pool1d", "max_pool1d")
+@rule("reflection_pad3d", "replication_pad3d", "adaptive_avg_pool1d", "max_pool1d", "upsample_nearest3d", "col2im")
+@rule("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d")
+@rule("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "pixel_unshuffle")
+@rule("channel_shuffle", "affine_grid_generator")
 def _batch_first(call: OpCall) -> Axis:
     """Operators that treat dimension 0 as a batch, and everything else as one sample."""
     if any(call.axis_of(value) is not None for value in _tensors(call.args[1:])):
@@ -273,6 +276,63 @@ def _batch_first(call: OpCall) -> Axis:
     axis = call.axis_of(call.args[0])
     if not isinstance(axis, BatchAxis) or axis.dim != 0:
         return Lost(f"aten.{call.name} takes dimension 0 for the batch, but the batch is elsewhere")
+    return axis
+
+
+@rule("max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d")
+@rule("grid_sampler_2d", "grid_sampler_3d")
+def _all_batch_first(call: OpCall) -> Axis:
+    """Operators on several tensors, all of which have one sample in each row of dimension 0."""
+    values = _tensors((call.args, call.kwargs))
+    axes, rank = {call.axis_of(value) for value in values} - {None}, values[0].dim()
+    axis = next(iter(axes))
+    if len(axes) != 1 or not isinstance(axis, BatchAxis) or axis.dim != 0 or rank < _BATCHED_RANK[call.name]:
+        return Lost(f"aten.{call.name} takes dimension 0 of all its tensors for the batch, but it is not everywhere")
+    return axis
+
+
+# With fewer dimensions dimension 0 is channels.
+_BATCHED_RANK = {
+    **dict.fromkeys(("max_unpool2d", "fractional_max_pool2d", "grid_sampler_2d"), 4),
+    **dict.fromkeys(("max_unpool3d", "fractional_max_pool3d", "grid_sampler_3d"), 5),
+}
+
+# Where each loss has its argument `reduction`, which is 0 for "none".
+_ROW_LOSSES = {"nll_loss_forward": 3, "nll_loss2d_forward": 3, "multi_margin_loss": 5}
+_LOSSES = {
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"), 2),
+    "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+}
+
+
+@rule(*_LOSSES)
+def _loss(call: OpCall) -> Axis:
+    """The loss of each element."""
+    if call.argument(_LOSSES[call.name], "reduction", 1) != 0:
+        return Lost(f"aten.{call.name} adds up the losses of the batch")
+    return _pointwise(call)
+
+
+@rule(*_ROW_LOSSES)
+def _row_loss(call: OpCall) -> Axis:
+    """The loss of each row, or of each place of a row; class weights are equal for all."""
+    if call.argument(_ROW_LOSSES[call.name], "reduction", 1) != 0:
+        return Lost(f"aten.{call.name} adds up the losses of the batch")
+    axes = {call.axis_of(value) for value in call.args[:2]} - {None}
+    axis = next(iter(axes))
+    weighted = any(call.axis_of(value) is not None for value in _tensors(call.args[2:]))
+    if len(axes) != 1 or not isinstance(axis, BatchAxis) or axis.dim != 0 or call.source.dim() < 2 or weighted:
+        return Lost(f"aten.{call.name} takes dimension 0 of scores and targets for the batch, but it is elsewhere")
+    return axis
+
+
+@rule("_cdist_forward")
+def _distances(call: OpCall) -> Axis:
+    """Distances between the rows of two matrices in each place of the leading dimensions."""
+    axis = _pointwise(replace(call, args=call.args[:2]))
+    if isinstance(axis, BatchAxis) and axis.dim >= call.output.dim() - 2:
+        return Lost("aten._cdist_forward compares samples with each other")
     return axis
 
 
@@ -356,6 +416,12 @@ def _gather(call: OpCall) -> Axis:
     if dim == call.first.dim or len(axes) != 1:
         return Lost(f"aten.{call.name} picks across samples")
     return call.first
+
+
+def has_rule(func: Any) -> bool:
+    """Whether this library knows where an operator has its samples."""
+    name = func.overloadpacket.__name__
+    return func.namespace == "aten" and (name in _RULES or torch.Tag.pointwise in func.tags)
 
 
 def known_operators() -> Sequence[str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.passes.batch.batch_rules import Axis, Lost, OpCall, output_axis
+from dpquant_compile.passes.batch.own_rules import own_axis, own_rule
 from dpquant_compile.sites import BatchAxis
 
 __all__ = [
@@ -87,6 +88,8 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def strict_axis(func: Any, call: OpCall, state_of: StateOf) -> Axis:
     """The batch axis of the output if samples stay apart, also in the backward; a `Lost` if they may not."""
+    if own_rule(func) is not None:
+        return _by_own_rule(func, call, state_of)
     if func.namespace != "aten":
         return Lost(f"no rule follows the batch through {func}")  # its name and tags prove nothing
     call = replace(call, name=_ALIASES.get(call.name, call.name))
@@ -108,6 +111,15 @@ def strict_axis(func: Any, call: OpCall, state_of: StateOf) -> Axis:
     return axis
 
 
+def _by_own_rule(func: Any, call: OpCall, state_of: StateOf) -> Axis:
+    """The axis that a user's rule claims. Which dimension of a constant meets the samples is not known here."""
+    for value in tensors((call.args, call.kwargs)):
+        rows = any(size > 0 and size % call.batch == 0 for size in value.shape)
+        if rows and call.axis_of(value) is None and not isinstance(state_of(value), Shared):
+            return Lost("a constant has a row of its own for each place in the batch")
+    return own_axis(func, call)
+
+
 def _beside(call: OpCall, axis: BatchAxis) -> Iterator[tuple[Tensor, int]]:
     """The arguments that have a dimension aligned with the output's batch dimension, and which dimension it is."""
     rank, values = call.output.dim(), tensors((call.args, call.kwargs))
@@ -119,6 +131,8 @@ def _beside(call: OpCall, axis: BatchAxis) -> Iterator[tuple[Tensor, int]]:
         for dim, index in used:
             if not isinstance(own, BatchAxis) or dim != own.dim:
                 yield index, axis.dim - start - width + index.dim()
+    elif call.name in _SAMPLED:
+        yield from ((value, 0) for value in values)
     elif call.name == "stack":
         dim = call.argument(1, "dim", 0) % rank
         yield from ((value, axis.dim - (dim < axis.dim)) for value in values)
@@ -134,15 +148,21 @@ def _beside(call: OpCall, axis: BatchAxis) -> Iterator[tuple[Tensor, int]]:
         yield from ((value, axis.dim + value.dim() - rank) for value in values)
 
 
-def repeated(call: OpCall) -> Shared | None:
-    """The state of an expand or a repeat of a constant: equal along the dimension that it repeats once per sample."""
+def repeated(call: OpCall, certain: bool) -> Shared | None:
+    """The state of an expand or a repeat of a constant: equal along the dimension that it repeats once per sample.
+
+    One row that is expanded to several for each sample, as positions are to B·heads, is equal for all of them, however
+    they are told apart. That counts only if `certain`: if no size is a multiple of the batch's by chance.
+    """
     (source, counts), rank = call.args[:2], call.output.dim()
     shape = (*[1] * (rank - source.dim()), *source.shape)
     for dim, size in enumerate(shape):
         if call.name == "repeat" and counts[dim] == call.batch:
             return Shared(BatchAxis(dim, 1, size))
-        if call.name == "expand" and size == 1 and call.output.shape[dim] == call.batch:
-            return Shared(BatchAxis(dim))
+        if call.name == "expand" and size == 1:
+            rows, rest = divmod(call.output.shape[dim], call.batch)
+            if rest == 0 and (rows == 1 or (certain and rows > 1)):
+                return Shared(BatchAxis(dim, 1, rows))
     return None
 
 
@@ -256,7 +276,12 @@ _ATTENTION = {
 }
 # Random operators that draw at least the rows of a batch independently.
 DRAWS = DRAWN_APART | _ATTENTION | {"multinomial"}
-_NO_BROADCAST = {"gather", "scatter", "scatter_add"}
+_SAMPLED = {"fractional_max_pool2d", "fractional_max_pool3d"}  # with [B, C, …], where to cut each channel
+_NO_BROADCAST = {"max_unpool2d", "max_unpool3d", "grid_sampler_2d", "grid_sampler_3d", *_SAMPLED} | {
+    "gather",
+    "scatter",
+    "scatter_add",
+}
 _OWN_PLACE = BATCH_NORMS | _ATTENTION | {"addmm", "baddbmm"}
 _STRICT: dict[str, Callable[[OpCall, StateOf], Axis]] = {
     **dict.fromkeys(BATCH_NORMS, _batch_norm),

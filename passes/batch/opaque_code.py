@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
+from dpquant_compile.passes.batch.own_rules import own_rule
 from dpquant_compile.passes.fx_utils import package_of, read_attribute
 
 __all__ = ["opaque_code"]
@@ -76,8 +77,13 @@ _CODE = (types.FunctionType, types.MethodType, partial)
 def _of_function(target: Any) -> str | None:
     if isinstance(target, OpOverload | OpOverloadPacket):
         name = target.name() if isinstance(target, OpOverload) else target._qualified_op_name
-        known = name.split("::")[0] in ("aten", "prims")
-        return None if known else "no rule follows the batch through an operator that is not PyTorch's"
+        known = name.split("::")[0] in ("aten", "prims") or own_rule(target) is not None
+        if known:
+            return None
+        return (
+            "no rule follows the batch through an operator that is not PyTorch's. Fix: if it is yours, give it one by "
+            "dpquant_compile.register_batch_rule, and test the rule by check_batch_rule"
+        )
     if isinstance(target, HigherOrderOperator):
         name = target.name()
         if "autograd_function_apply" in name:

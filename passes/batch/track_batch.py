@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpquant_compile.errors import CaptureError, DPQuantError, InplaceAliasError
 from dpquant_compile.passes.batch.batch_rules import Axis, Lost, OpCall, output_axis
+from dpquant_compile.passes.batch.own_rules import own_axis, own_rule
 from dpquant_compile.passes.fx_utils import bind_inputs, node_source
 from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.passes.snapshot import storage_of
@@ -29,6 +30,7 @@ __all__ = [
     "batch_size",
     "bind_batch",
     "hint",
+    "memory_order",
     "run_on_fakes",
     "symbolic_batch",
     "track_batch",
@@ -58,12 +60,13 @@ def track_batch(
 ) -> PassResult:
     """Run the graph on fake tensors of the call's shapes and record the results in node.meta.
 
-    Sets meta["shape"] (with the call's batch size) and meta["batch_axis"] on nodes with tensor outputs; on placeholders
-    meta["batch_leaves"], one flag per leaf of the argument: whether it counts as the batch; on site nodes meta["axis"],
-    the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per sample. A site whose batch
-    cannot be followed gets meta["skipped"] with the reason: quantizing it could give one scale to many samples. With
-    `any_batch` the result holds for all batch sizes, else only for this call's; `batch` gives the batch size if it is
-    not that of the first tensor.
+    Sets meta["shape"] (with the call's batch size), meta["batch_axis"] and meta["contiguous"] on nodes with tensor
+    outputs; on placeholders meta["batch_leaves"], one flag per leaf of the argument: whether it counts as the batch; on
+    site nodes meta["axis"], the `BatchAxis` of the input, meta["output_axis"], and a `Site` with shapes and FLOPs per
+    sample. A site whose batch cannot be followed gets meta["skipped"] with the reason: quantizing it could give one
+    scale to many samples. With `any_batch` the result holds for all batch sizes, else only for this call's; `batch`
+    gives the batch size if it is not that of the first tensor.
+    The fake tensors have the layouts of the call's, so a view that fails in the user's model fails here.
     Requires: `mark_sites`; dimension 0 of the inputs is the batch; all other sizes are fixed.
     Ensures: nodes and edges are untouched. Numerics: unchanged; nothing is computed.
     """
@@ -144,7 +147,7 @@ def run_on_fakes(recorder: "_Recorder", inputs: Inputs, batched: set[int]) -> No
         is_batch = id(value) in batched
         shape = [probe, *map(hint, value.shape[1:])] if is_batch else [hint(size) for size in value.shape]
         with mode:
-            made = torch.empty(shape, dtype=value.dtype, device=value.device)
+            made = _laid_out(shape, value)
         made.requires_grad_(value.requires_grad)
         tracker.enter(made, None if is_batch else "an input that is no batch")
         return made
@@ -162,6 +165,26 @@ def run_on_fakes(recorder: "_Recorder", inputs: Inputs, batched: set[int]) -> No
         recorder.extra_traceback = False
         with _quiet(), mode, tracker, torch.no_grad(), without_hooks(gm), _reparametrize_module(gm, swapped):
             recorder.run(*fakes, enable_io_processing=False)
+
+
+def memory_order(value: Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor, from the outermost in memory to the innermost."""
+    if value.layout is not torch.strided:
+        return tuple(range(value.dim()))
+    strides = [hint(stride) for stride in value.stride()]
+    single = value.dim() > 0 and hint(value.shape[0]) == 1  # then its stride says nothing
+    return tuple(sorted(range(value.dim()), key=lambda dim: (not (single and dim == 0), -strides[dim])))
+
+
+def _laid_out(shape: Sequence[int], value: Tensor) -> Tensor:
+    """An empty tensor of this shape, with dimensions in the order in memory of those of `value`."""
+    order, sizes = memory_order(value), [hint(size) for size in value.shape]
+    dense = value.layout is not torch.strided or sizes[:1] == [1]
+    if order[:1] == (0,) and list(shape[1:]) == sizes[1:] and not dense:
+        # The batch lies outermost, so its size changes no stride. Gaps between elements stay: a view may fail on them.
+        strides = [hint(stride) for stride in value.stride()]
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    return torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
 
 
 @contextmanager
@@ -259,7 +282,7 @@ class _Tracker(TorchDispatchMode):
         return [other for other in others if other is not None and other is not value]
 
     def _rule(self, func: Any, call: OpCall) -> Axis:
-        return output_axis(func, call)
+        return output_axis(func, call) if own_rule(func) is None else own_axis(func, call)
 
     def _axis(self, func: Any, call: OpCall) -> Axis:
         axis = self._rule(func, call)
@@ -319,6 +342,8 @@ class _Recorder(fx.Interpreter):
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
             advice = " Its result depends on values: use torch.where or masks instead." if values else ""
+            if reason.startswith("Cannot view"):
+                advice = " The model itself fails here, too. Fix: reshape() instead of view()."
             raise CaptureError(
                 f"node {n.name!r} ({node_source(n) or 'source line unknown'}) fails on the shapes of this call: "
                 f"{reason}.{advice}"
@@ -331,7 +356,11 @@ class _Recorder(fx.Interpreter):
 
     def _note(self, node: fx.Node, result: Tensor, axis: Axis) -> dict[str, Any]:
         known = axis if isinstance(axis, BatchAxis) else None
-        notes: dict[str, Any] = {"shape": self._shape(result, axis), "batch_axis": known}
+        notes: dict[str, Any] = {
+            "shape": self._shape(result, axis),
+            "batch_axis": known,
+            "contiguous": result.is_contiguous(),
+        }
         return notes | self._site(node, result, axis) if "site" in node.meta else notes
 
     def _check_dtype(self, node: fx.Node, result: Tensor) -> None:

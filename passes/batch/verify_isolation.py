@@ -33,6 +33,7 @@ from dpquant_compile.passes.batch import isolation_rules as rules
 from dpquant_compile.passes.batch.batch_rules import Axis, Lost, OpCall
 from dpquant_compile.passes.batch.isolation_rules import Rows, Shared, tensors
 from dpquant_compile.passes.batch.opaque_code import opaque_code
+from dpquant_compile.passes.batch.own_rules import name_of, own_rule
 from dpquant_compile.passes.batch.track_batch import (
     PROBES,
     Inputs,
@@ -74,7 +75,8 @@ def verify_isolation(
 
     Sets on nodes with tensor outputs meta["batched"], whether the value depends on data of the batch;
     meta["batch_axis"], where its samples lie (None for constants, and for mixed values that reach nothing); and, for
-    constants that are equal for all samples, meta["expanded_batch"], where the batch lies in them.
+    constants that are equal for all samples, meta["expanded_batch"], where the batch lies in them. On nodes whose
+    isolation a rule of the user claims, meta["own_rule"] names the operator.
     Refused: mixed values in outputs or in writes into parameters, buffers or inputs; any write of the batch into state,
     which would carry samples to later batches; operators without a rule, since nothing proves them; calls of code that
     is neither PyTorch's nor this library's; and attributes that forward() assigns.
@@ -102,6 +104,7 @@ def verify_isolation(
         if any(other.get("batch_axis") != notes[0].get("batch_axis") for other in notes):
             raise IsolationError(f"{_place(node)}: where samples lie depends on the size of the batch; {_NOT_PROVED}")
         node.meta.pop("expanded_batch", None)
+        node.meta.pop("own_rule", None)
         node.meta |= {key: value for key, value in notes[0].items() if all(n.get(key) == value for n in notes)}
     return PassResult(gm, False)
 
@@ -109,10 +112,10 @@ def verify_isolation(
 def _check_code(gm: fx.GraphModule) -> None:
     """Refuse what a run of operators does not show."""
     for node, reason in opaque_code(gm):
-        raise IsolationError(
-            f"{_place(node)}, {op_name(node)}: {reason}; {_NOT_PROVED}. Fix: write it in torch operators in forward(), "
-            "or keep it out of the model."
-        )
+        fix = "write it in torch operators in forward(), or keep it out of the model"
+        if "grouped_mm" in op_name(node):  # which sorts the tokens of all samples by expert
+            fix = 'model.set_experts_implementation("batched_mm"), which multiplies each token by its experts'
+        raise IsolationError(f"{_place(node)}, {op_name(node)}: {reason}; {_NOT_PROVED}. Fix: {fix}.")
     assigned = next((node.meta.get("assigns") for node in gm.graph.nodes if node.op == "output"), None)
     if assigned is not None:
         raise IsolationError(
@@ -158,6 +161,7 @@ _NOT_PROVED = "that samples are isolated cannot be proved"
 _FIXES = (
     ("batch_norm", "call dpquant_compile.replace_batch_norm(model) before compile, or use GroupNorm"),
     ("hook", "remove the hook"),
+    ("pdist", "take distances within a sample, as torch.cdist(x, x) does for x of shape [B, n, d]"),
     ("attention", "pass inputs batch first, and set batch_first=True"),
     ("random numbers", "draw a row for each sample, as torch.rand_like(x) or dropout on x does"),
     ("loss", "return the logits, and compute the loss by the criterion given to make_private"),
@@ -169,7 +173,10 @@ def _message(mixed: Mixed, reached: str, scalar: bool) -> str:
     if "buffer" in reached:
         fix = fix or "do not keep data of samples in the model (of InstanceNorm: track_running_stats=False)"
     elif "no rule" in mixed.reason:
-        fix = fix or f"use other operators, or add a rule for {mixed.op} to passes/batch/batch_rules.py"
+        fix = fix or (
+            f"use other operators. If you can prove that {mixed.op} keeps samples apart, give it a rule by "
+            "dpquant_compile.register_batch_rule"
+        )
     elif scalar:
         fix = fix or "return one row per sample, and compute the loss by the criterion given to make_private"
     fix = fix or "work within each sample, along dimensions other than the batch's"
@@ -218,6 +225,8 @@ class _Prover(_Recorder):
             state = self.tracker.state_of(value)
             axis = state if isinstance(state, BatchAxis) else None
             self.notes[node] = {"batched": isinstance(state, BatchAxis | Mixed), "batch_axis": axis}
+            if node in self.tracker.own:
+                self.notes[node]["own_rule"] = self.tracker.own[node]
             if isinstance(state, Shared) and (shared := state.axis or self.tracker.only_axis(value)) is not None:
                 self.notes[node]["expanded_batch"] = shared
 
@@ -247,6 +256,7 @@ class _Isolation(_Tracker):
         self._certain = certain
         self.writes: list[tuple[Mixed, str]] = []
         self._kept: dict[int, str] = {}  # memory of parameters, buffers and constant inputs
+        self.own: dict[fx.Node, str] = {}  # nodes whose isolation a user's rule claims, with the operator
         self._node: Any = None
         self._position = -1
 
@@ -342,7 +352,7 @@ class _Isolation(_Tracker):
 
     def _constant(self, func: Any, call: OpCall, states: list[State]) -> State:
         """The state of a value that is computed without the batch."""
-        if not is_known_operator(func):
+        if not is_known_operator(func) and own_rule(func) is None:
             return self.mixed(Lost(f"no rule says what {func} does, and whether it draws random numbers"), str(func))
         first = next(iter(states), None)
         if not states:
@@ -356,7 +366,7 @@ class _Isolation(_Tracker):
             axis = self._axis(func, replace(call, axis_of=lambda value: rows))
             return Rows(axis) if isinstance(axis, BatchAxis) else None
         if first is None and call.name in ("expand", "repeat"):
-            return rules.repeated(call)
+            return rules.repeated(call, self._certain)
 
         def assumed(value: Any) -> Axis:
             return self.only_axis(value) if self.state_of(value) == Shared() else self.axis_of(value)
@@ -367,6 +377,8 @@ class _Isolation(_Tracker):
         return Shared(axis) if isinstance(axis, BatchAxis) else None
 
     def _rule(self, func: Any, call: OpCall) -> Axis:
+        if own_rule(func) is not None:
+            self.own.setdefault(self._node, name_of(func))
         return rules.strict_axis(func, call, self.state_of)
 
     def _written_aside(self, func: Any, name: str, args: Any, states: list[State]) -> State:

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvTransposeNd
@@ -57,10 +58,28 @@ def _trace(module: nn.Module, given: int) -> fx.Graph | None:
         target.__dict__["_check_input_dim"] = lambda _: None
         if isinstance(module, _InstanceNorm):  # it also checks for a batch, which a compiled model always has
             target.__class__ = type("Batched", (type(module),), {"forward": type(module)._apply_instance_norm})
+    if type(module) in _CELLS:
+        # forward() branches on whether there is a batch, which a compiled model always has, and a state.
+        target, fixed = copy.copy(module), {"hx": None} if given == 1 else None
+        target.__class__ = type("Batched", (type(module),), {"forward": _cell_forward})
     try:
         return _InsideTracer().trace(target, fixed)
     except Exception:  # the module's code may raise anything on a Proxy; the call then stays as it is
         return None
+
+
+_CELLS = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+
+
+def _cell_forward(self: nn.RNNCellBase, input: Any, hx: Any = None) -> Any:
+    """forward() of a recurrent cell on inputs with a batch."""
+    if hx is None:
+        hx = input.new_zeros((input.size(0), self.hidden_size))
+        hx = (hx, hx) if isinstance(self, nn.LSTMCell) else hx
+    kind = "lstm" if isinstance(self, nn.LSTMCell) else "gru"
+    if isinstance(self, nn.RNNCell):
+        kind = f"rnn_{self.nonlinearity}"
+    return getattr(torch, f"{kind}_cell")(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
 
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> bool:

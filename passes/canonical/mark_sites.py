@@ -13,8 +13,9 @@ from dpquant_compile.errors import listing
 from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.canonical.functionalize import mutated_input, root_of
 from dpquant_compile.passes.canonical.inline_modules import has_hooks
+from dpquant_compile.passes.canonical.rewrite_products import stored_weight
 from dpquant_compile.passes.capture import SITE_MODULES, TRANSPOSED_MODULES
-from dpquant_compile.passes.fx_utils import clean_path, node_source, op_name
+from dpquant_compile.passes.fx_utils import clean_path, node_source, op_name, package_of
 from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.sites import ConvGeometry, Site, SiteTable, Skipped, renumber
 
@@ -33,7 +34,8 @@ def mark_sites(gm: fx.GraphModule) -> PassResult:
     A layer that is called several times is one site; meta["call"] counts its calls. A site takes activations of the
     batch and a weight that does not depend on the batch: only then may the weight share one scale. Inputs of the graph
     are the batch, except those with meta["state"], the name of a parameter or buffer that Dynamo made an input.
-    Requires: `canonicalize`. Ensures: nodes and edges are untouched (modified=False). Numerics: unchanged.
+    Requires: `canonicalize`, `rewrite_products`. Ensures: nodes and edges are untouched (modified=False).
+    Numerics: unchanged.
     """
     batch = _reached_from_inputs(gm.graph)
     found: dict[str, Site] = {}
@@ -81,8 +83,17 @@ def declared_sites(model: nn.Module) -> SiteTable:
                 op = "linear" if isinstance(module, nn.Linear) else f"conv{len(shape) - 2}d"
                 kinds = _class_names(type(module))
                 yield Site(name, op, 0, f"{name}.weight", weight_shape=shape, module_types=kinds)
+            elif _is_turned_linear(module):
+                yield Site(name, "linear", 0, f"{name}.weight", transposed=True, weight_shape=module.weight.t().shape)
 
     return SiteTable(renumber(walk()))
+
+
+def _is_turned_linear(module: nn.Module) -> bool:
+    """Whether this is a `Conv1D` of Hugging Face's transformers: a linear with a weight [in, out]."""
+    kind, weight = type(module), getattr(module, "weight", None)
+    ours = kind.__name__ == "Conv1D" and package_of(kind) == "transformers"
+    return ours and isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
 def _reached_from_inputs(graph: fx.Graph) -> set[fx.Node]:
@@ -126,8 +137,9 @@ def _why_not(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> str | No
 
 
 def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site:
-    weight = node.args[1]
+    weight, transposed = stored_weight(node.args[1])
     parameter, value = _parameter(gm, weight)
+    transposed = transposed and value is not None
     bias, _ = _parameter(gm, node.args[2])
     op = "linear" if node.target is F.linear else f"conv{CONVS.index(node.target) + 1}d"
     name = node.meta.get("site_hint") or _site_name(node, parameter, found)
@@ -136,15 +148,18 @@ def _describe(gm: fx.GraphModule, node: fx.Node, found: dict[str, Site]) -> Site
         stride, padding, dilation, groups = node.args[3:]
         geometry = ConvGeometry(stride, padding, dilation, groups)  # type: ignore[arg-type]
     known = found.get(name)
-    if known is not None and (known.weight, known.op, known.geometry) != (parameter, op, geometry):
+    if known is not None and (known.weight, known.transposed, known.op, known.geometry) != (
+        *(parameter, transposed, op, geometry),
+    ):
         name = f"{name}.{node.name}"  # one weight, used in two ways: two sites
-    shape = tuple(value.shape) if value is not None else None
+    shape = None if value is None else tuple(value.t().shape if transposed else value.shape)
     return Site(
         name=name,
         op=op,
         index=0,
         weight=parameter,
         bias=bias,
+        transposed=transposed,
         weight_shape=shape,
         geometry=geometry,
         source=node_source(node),
@@ -216,19 +231,37 @@ def _near_miss(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> Skippe
         elif isinstance(module, _RECURRENT):
             reason = f"{type(module).__name__} keeps its products inside one operator; write it with nn.Linear"
     elif isinstance(node.target, torch._ops.HigherOrderOperator) and _holds_products(gm, node):
-        reason = "its convs and linears run inside a region (checkpoint, or the like) that is kept whole"
+        reason = "its convs and linears run inside a region (torch.cond, or the like) that is kept whole"
     elif node.op == "call_function" and node.target in _TRANSPOSED:
         reason = "transposed convolution is not supported in low precision"
         name = (_parameter(gm, node.args[1])[0] or name).removesuffix(".weight")
+    elif "grouped_mm" in op_name(node):
+        reason = (
+            "it sorts the tokens of all samples by expert, so samples cannot be told apart; private training needs "
+            'model.set_experts_implementation("batched_mm")'
+        )
     elif node.target is F.multi_head_attention_forward:
         reason = "attention with static keys or values is not expanded"
     elif op_name(node).removesuffix("_") in _PRODUCTS or node.target is operator.matmul:
         fixed = [s for s in node.all_input_nodes if s not in batch and _reads_parameter(s)]
+        chosen = next((of for s in node.all_input_nodes if (of := _chosen_by(gm, s, batch))), None)
+        if chosen is not None:
+            name, reason = (
+                chosen,
+                "its weight is chosen by the batch, as the experts of a mixture are: it has no one scale",
+            )
         if fixed and any(s in batch for s in node.all_input_nodes):
             reason = (
-                f"a {op_name(node)} with a parameter is no linear; write it as F.linear or nn.Linear to quantize it"
+                f"this {op_name(node)} with a parameter is no product of the batch with one matrix; write it as "
+                "F.linear or nn.Linear to quantize it"
             )
     return None if reason is None else Skipped(name, op_name(node), reason, node_source(node))
+
+
+def _chosen_by(gm: fx.GraphModule, node: fx.Node, batch: set[fx.Node]) -> str | None:
+    """The parameter of which a value is parts, if the batch says which; None for other values."""
+    held = node.args[0] if node in batch and node.target is operator.getitem else None
+    return None if held in batch else _parameter(gm, held)[0]
 
 
 def _holds_products(gm: fx.GraphModule, node: fx.Node) -> bool:

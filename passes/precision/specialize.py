@@ -6,6 +6,7 @@ from torch import fx
 
 from dpquant_compile.backends.ops.site import static_arguments
 from dpquant_compile.backends.ops.specialised_site import low_precision_site
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.passes.precision.insert_switches import call_at, link_table
 from dpquant_compile.passes.runner import PassResult
 
@@ -13,20 +14,29 @@ __all__ = ["specialize"]
 
 
 def specialize(gm: fx.GraphModule, *, policy: Container[str], rows: dict[str, int], recipe: str) -> PassResult:
-    """Turn the sites of `policy` into low-precision calls; leave all others as the plain operators they are.
+    """Turn the sites of `policy` into low-precision calls, and all others into what the recipe's `high` says.
+
+    For "float32" those stay the plain operators they are.
 
         y = F.conv2d(x, w, b, …)   →   y = low_precision_site(x, w, b, _dpq.keys, _dpq.samples, op="conv2d", site=3, …)
 
     Requires: `mark_sites`. Ensures: the same results, bit for bit, as the switched graph under this policy in
-    reference arithmetic. Numerics: changed for the sites of `policy`.
+    reference arithmetic. Numerics: changed for these sites.
     """
-    nodes = [node for node in gm.graph.nodes if "site" in node.meta and node.meta["site"].name in policy]
-    if not nodes:
+    calls = {}
+    for node in gm.graph.nodes:
+        name = node.meta["site"].name if "site" in node.meta else None
+        if name is None or name not in rows:
+            continue
+        call = call_at(node, rows[name], recipe)
+        running = call.running(Precision.LOW if name in policy else call.recipe.other)
+        if running is not None:
+            calls[node] = running
+    if not calls:
         return PassResult(gm, False)
     keys, samples = link_table(gm.graph, "keys", "samples")
-    for node in nodes:
+    for node, call in calls.items():
         x, weight, bias = node.args[:3]
-        call = call_at(node, rows[node.meta["site"].name], recipe)
         node.target = low_precision_site
         node.args, node.kwargs = (x, weight, bias, keys, samples), static_arguments(call)
         node.meta["origin"] = "specialize"

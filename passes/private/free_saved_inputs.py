@@ -22,7 +22,7 @@ _UNREAD = "unread_if_low"  # key in a placeholder's metadata: rows of the sites 
 # Operators that take a site's input twice, as numbers and in another form, and read one of them.
 _READERS = frozenset(
     getattr(torch.ops.dpquant, name).default
-    for name in ("sample_norms", "sample_grads", "weighted_grad", "sample_factors")
+    for name in ("sample_norms", "sample_grads", "weighted_grad", "sample_factors", "embedding_products")
 )
 
 _RESHAPING = frozenset(

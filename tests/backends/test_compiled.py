@@ -10,13 +10,16 @@ from torch import Tensor
 
 import dpquant_compile as dpq
 from dpquant_compile.backends.compiled import quantize_compiled
-from dpquant_compile.numerics.formats import format_names, get_format
+from dpquant_compile.numerics import formats
+from dpquant_compile.numerics.formats import Format, format_names, get_format, register_format
+from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.sites import BatchAxis
 from tests.support.models import GroupNormNet, seeded
 
 PLAIN = [name for name in format_names() if get_format(name).block is None]
+PLAIN += ["luq_fp4.nearest", "int8.nearest", "int4.nearest", "int4.channel", "int4.nearest.channel"]
 
 
 KEY = site_keys(11, 2, ("site",))[0, 0]
@@ -61,8 +64,12 @@ def test_the_compiled_quantizer_is_the_reference_bit_for_bit(
     x, axis = batch
     count = 1 if axis is None else x.shape[axis.dim] // (axis.outer * axis.inner)
     ids = torch.arange(first, first + count)
-    wanted = quantize_values(x, fmt, KEY, ids, axis)
-    got = quantize_compiled(x, fmt, KEY, ids, axis, -1)
+    # Channels may be any dimension but the samples'.
+    dim = -1 if axis is None or axis.dim != x.dim() - 1 else 0
+    if x.dim() == 1 and axis is not None:
+        fmt = fmt.replace(".channel", "")
+    wanted = quantize_values(x, fmt, KEY, ids, axis, dim)
+    got = quantize_compiled(x, OperandSpec.parse(fmt), KEY, ids, axis, dim)
     assert got.shape == wanted.shape and got.dtype == wanted.dtype
     assert torch.equal(got.isnan(), wanted.isnan())
     # Zeros count with their sign, so compare the bit patterns.
@@ -73,7 +80,7 @@ def test_the_compiled_quantizer_is_the_reference_bit_for_bit(
 @pytest.mark.parametrize("fmt", PLAIN)
 def test_other_dtypes_are_the_reference_too(fmt: str, dtype: torch.dtype) -> None:
     x, ids = torch.randn(3, 33).to(dtype), torch.arange(3)
-    got = quantize_compiled(x, fmt, KEY, ids, BatchAxis(0), -1)
+    got = quantize_compiled(x, OperandSpec.parse(fmt), KEY, ids, BatchAxis(0), -1)
     assert got.dtype == dtype and torch.equal(got, quantize_values(x, fmt, KEY, ids, BatchAxis(0)))
 
 
@@ -97,7 +104,23 @@ def test_threads_change_nothing() -> None:
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append(quantize_compiled(x, "luq_fp4", KEY, ids, BatchAxis(0), -1))
+            results.append(quantize_compiled(x, OperandSpec("luq_fp4"), KEY, ids, BatchAxis(0), -1))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*results)
+
+
+def test_channels_of_other_formats_are_left_to_the_reference() -> None:
+    """What shares a scale is a format's own business, and the groups of sixteen are int4's."""
+
+    def round_signs(x: Tensor, bits: Tensor | None, block_dim: int, scale: str = "sample") -> tuple[Tensor, Tensor]:
+        others = [d for d in range(1, x.dim()) if scale == "sample" or d != block_dim % x.dim()]
+        return x.sign(), x.abs().mean(others, keepdim=True)
+
+    register_format(Format("signs", bits=4, grid=(-1.0, 0.0, 1.0), round=round_signs, scales=("sample", "channel")))
+    try:
+        x, ids, spec = torch.randn(4, 3, 8, 8), torch.arange(4), OperandSpec("signs", scale="channel")
+        wanted = quantize_values(x, spec, KEY, ids, BatchAxis(0), 1)
+        assert torch.equal(quantize_compiled(x, spec, KEY, ids, BatchAxis(0), 1), wanted)
+    finally:
+        formats._FORMATS.pop("signs")

@@ -91,7 +91,7 @@ def test_compile_refuses_a_backend_that_cannot_run_the_format() -> None:
         ({"inner": "tvm"}, CompileSpecError, "inner='tvm' is none of inductor, aot_eager, eager"),
         ({"format": "fp3"}, FormatError, "no format is named 'fp3'. Choose one of: luq_fp4"),
         ({"quantize_outputs": "some"}, CompileSpecError, "quantize_outputs='some' is none of 'none', 'flow', 'all'"),
-        ({"recipe": "mine"}, CompileSpecError, "recipe='mine' is none of 'paper'"),
+        ({"recipe": "mine"}, CompileSpecError, "recipe='mine' is none of int4, int4_w8, int8"),
         ({"recipe": "paper", "format": "uniform4"}, CompileSpecError, "format='uniform4' contradicts"),
         ({"recipe": "paper", "quantize_outputs": "none"}, CompileSpecError, "quantize_outputs='none' contradicts"),
         ({"seed": 1.5}, CompileSpecError, "seed=1.5 is not an int"),
@@ -117,4 +117,4 @@ def test_the_paper_recipe_is_its_choices() -> None:
         model(x).sum().backward()
         grads.append(model.stem.weight.grad)
     assert torch.equal(grads[0], grads[1]) and not torch.equal(grads[0], grads[2])
-    assert "luq_fp4/all/reference" in repr(paper)
+    assert "sites in paper" in repr(paper) and "sites in int4" in repr(other)

@@ -188,7 +188,7 @@ def test_train_of_a_control_is_not_called_private(task: str, here: Path, capsys:
     [
         (["no-such-task"], "no task 'no-such-task'. Tasks:"),
         (["tiny", "--budget", "1.5"], "budget=1.5"),
-        (["tiny", "--format", "fp3"], "format='fp3': choose one of"),
+        (["tiny", "--format", "fp3"], "no format is named 'fp3'. Choose one of"),
         (["tiny", "--epochs", "0"], "epochs=0"),
         (["tiny", "--scheduler", "dpquant", "--privacy", "none"], "Fix:"),
         (["tiny", "--data", "nowhere"], "nowhere"),

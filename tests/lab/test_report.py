@@ -16,13 +16,15 @@ from dpquant_compile.lab.charts import ticks
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.report import markdown_table, summarise, write_report
 from dpquant_compile.lab.run_page import command
-from dpquant_compile.lab.tables import Stat, compare, fronts, non_dominated, panels
+from dpquant_compile.lab.tables import NOT_USED, Stat, compare, fronts, non_dominated, panels, series_name
 from tests.support.runs import SITES, changed, make_run
 
 # One other value for each field that must not be mixed.
 OTHER: dict[str, Any] = {
     "task": "cnn-gtsrb-small",
+    "recipe": "luq",
     "format": "uniform4",
+    "high": "int8",
     "budget": 0.5,
     "scheduler": "pls",
     "estimator": "paper",
@@ -95,7 +97,8 @@ def test_runs_that_differ_in_a_field_are_not_mixed(field: str) -> None:
     runs = [make_run(seed=seed, **{**more, **other}) for seed in (0, 1) for other in ({}, {field: OTHER[field]})]
     rows = summarise(runs)
     assert [row.n for row in rows] == [2, 2]
-    assert {row.settings[field] for row in rows} == {getattr(runs[0].config, field), OTHER[field]}
+    usual = getattr(runs[0].config, field)
+    assert {row.settings[field] for row in rows} == {NOT_USED if field in ("format", "high") else usual, OTHER[field]}
     assert field in markdown_table(rows)
 
 
@@ -111,6 +114,17 @@ def test_fields_that_a_run_does_not_read_do_not_split_it() -> None:
     assert [row.n for row in summarise(static)] == [2]
     full = [make_run(budget=0.0, format=name) for name in ("luq_fp4", "uniform4")]
     assert [row.n for row in summarise(full)] == [1]  # one run under two names
+
+
+def test_all_sites_in_int8_are_not_full_precision() -> None:
+    """With `high="int8"` a budget of 0 is int8 throughout: no baseline, and not called one."""
+    int8 = make_run(budget=0.0, high="int8")
+    runs = [make_run(0.9, budget=0.0), int8, make_run(), make_run(high="int8"), make_run(budget=1.0)]
+    rows = summarise([*runs, make_run(budget=1.0, high="int8")])
+    names = [series_name(row, rows) for row in rows if row.settings["scheduler"] == NOT_USED]
+    assert sorted(names) == ["all sites", "all sites in int8", "full precision"]  # at budget 1 nothing reads `high`
+    assert [[row.accuracy.mean for row in panel.baseline] for panel in panels(rows)] == [[0.9], [0.9]]
+    assert "int8-high" in int8.key and "full" not in int8.key
 
 
 def test_a_run_counts_once_and_must_have_one_result() -> None:
@@ -187,13 +201,13 @@ def test_fronts_of_a_panel() -> None:
 
 def test_full_precision_is_the_baseline_of_every_format() -> None:
     runs = [make_run(budget=0.0), make_run(), make_run(format="uniform4"), make_run(lr=9.0)]
-    assert [len(panel.baseline) for panel in panels(summarise(runs))] == [1, 0, 1]
+    assert [len(panel.baseline) for panel in panels(summarise(runs))] == [1, 1, 0]
 
 
 def test_markdown() -> None:
     runs = [make_run(0.8, 0.7, seed=0), make_run(0.9, 0.7, seed=1), make_run(0.5, scheduler="pls", privacy="none")]
     assert markdown_table(summarise(runs), times=True) == (
-        "In all rows: task cnn-digits, format luq_fp4, optimizer sgd.\n"
+        "In all rows: task cnn-digits, recipe int4, optimizer sgd.\n"
         "\n"
         "| privacy | budget | scheduler | estimator | runs | accuracy, full precision (%) "
         "| accuracy, low precision (%) | ε (δ = 1e-5) | seconds |\n"
@@ -215,13 +229,14 @@ def test_ticks_hold_the_range(low: float, high: float) -> None:
 def test_the_command_repeats_the_run() -> None:
     from dpquant_compile.cli.main import make_parser
 
-    words = {name: value for name, value in OTHER.items() if name not in ("privacy", "scheduler")}
-    config = RunConfig(**{**words, "seed": 5, "static_seed": 6})
-    program, *rest = command(config).split()
-    assert program == "dpquant"
-    parsed = vars(make_parser().parse_args(rest))
     known = {field.name for field in dataclasses.fields(RunConfig)}
-    assert RunConfig(**{name: value for name, value in parsed.items() if name in known}) == config
+    for one_of in ("recipe", "format"):  # they contradict each other
+        words = {name: value for name, value in OTHER.items() if name not in ("privacy", "scheduler", one_of)}
+        config = RunConfig(**{**words, "seed": 5, "static_seed": 6})
+        program, *rest = command(config).split()
+        assert program == "dpquant"
+        parsed = vars(make_parser().parse_args(rest))
+        assert RunConfig(**{name: value for name, value in parsed.items() if name in known}) == config
 
 
 SYSTEM = "came from the operating system's entropy"

@@ -81,8 +81,18 @@ def test_bad_values_are_refused_by_name(field: str, value: object, message: str)
 def test_fields_that_do_not_exist_are_refused() -> None:
     with pytest.raises(LabError, match="bugdet: no such field"):
         RunConfig.from_json({"task": "cnn-digits", "bugdet": 0.5})
-    with pytest.raises(LabError, match="write task = … in its place"):
-        RunConfig.from_json({"recipe": "cnn-digits"})
+    with pytest.raises(LabError, match="write high = … in a field of its own"):
+        RunConfig.from_json({"task": "cnn-digits", "recipe": "int4.nearest/none/auto/int8"})
+    with pytest.raises(LabError, match="quantize_outputs='flow' contradicts"):
+        RunConfig.from_json({"task": "cnn-digits", "recipe": "paper", "quantize_outputs": "flow"})
+    key = RunConfig.from_json({"task": "cnn-digits", "recipe": "int4.nearest,int8,luq_fp4/flow"}).key
+    assert key.startswith("cnn-digits-dp-int4.nearest_int8_luq_fp4_flow-0.75-")  # the name of a folder
+    with pytest.raises(LabError, match=r"recipe='cnn-digits' is none of int4, .*; no format is named 'cnn-digits'"):
+        RunConfig.from_json({"task": "cnn-digits", "recipe": "cnn-digits"})
+    with pytest.raises(LabError, match="recipe='int8' and format='luq_fp4' contradict: give one"):
+        RunConfig.from_json({"task": "cnn-digits", "recipe": "int8", "format": "luq_fp4"})
+    with pytest.raises(LabError, match="recipe=None: write a name"):
+        RunConfig.from_json({"task": "cnn-digits", "recipe": None})
     with pytest.raises(LabError, match="needs a task"):
         RunConfig.from_json({"seed": 1})
 
@@ -261,7 +271,7 @@ def test_the_control_without_clipping_is_plain_sgd(tiny: str, tmp_path: Path) ->
 def test_low_precision_is_evaluated_in_low_precision(tiny: str, tmp_path: Path) -> None:
     full = train(RunConfig(tiny, budget=0.0, reproducible=True), tmp_path / "full")
     assert all(row.accuracy == row.accuracy_low for row in full.epochs)
-    low = train(RunConfig(tiny, budget=1.0, reproducible=True), tmp_path / "low")
+    low = train(RunConfig(tiny, budget=1.0, format="luq_fp4", reproducible=True), tmp_path / "low")
     assert any(row.accuracy != row.accuracy_low for row in low.epochs)
 
 

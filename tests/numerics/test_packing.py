@@ -106,3 +106,9 @@ def test_wrong_lengths_are_refused() -> None:
             unpack4(packed, length)
     with pytest.raises(FormatError, match="uint8"):
         unpack4(torch.zeros(2), 4)
+
+
+def test_a_format_with_two_grids_is_refused() -> None:
+    """A nibble of 15 could be a level of either."""
+    with pytest.raises(FormatError, match="int4 has two grids"):
+        encode(torch.zeros(4), "int4")

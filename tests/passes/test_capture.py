@@ -1,6 +1,7 @@
 """Capture: by fx and by Dynamo, without a trace of it left in the model."""
 
 import operator
+import types
 from collections import Counter
 from typing import Any
 
@@ -255,11 +256,11 @@ def test_batch_size_independence() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.fc(x) if x.shape[0] < 5 else self.fc(x.relu())
 
-    gm, free = capture_dynamo(seeded(Branch), ROWS, {})
-    assert free
+    gm, guards = capture_dynamo(seeded(Branch), ROWS, {})
+    assert guards.bound is None
     torch.testing.assert_close(gm(torch.ones(9, 4)), seeded(Branch)(torch.ones(9, 4)), rtol=0, atol=0)
-    assert not capture_dynamo(Fixed(), ROWS, {})[1]
-    assert not capture_dynamo(seeded(Branch), (torch.ones(1, 4),), {})[1], "Dynamo specialises on one sample"
+    assert "x.shape[0] < 5" in str(capture_dynamo(Fixed(), ROWS, {})[1].bound)
+    assert capture_dynamo(seeded(Branch), (torch.ones(1, 4),), {})[1].bound, "Dynamo specialises on one sample"
 
 
 def test_gradients_do_not_bind_the_batch_size() -> None:
@@ -268,7 +269,7 @@ def test_gradients_do_not_bind_the_batch_size() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros(2 * parameter.numel())[: parameter.numel()].view(parameter.shape)
     held = [parameter.grad for parameter in model.parameters()]
-    assert capture_dynamo(model, ROWS, {})[1]
+    assert capture_dynamo(model, ROWS, {})[1].bound is None
     assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), held, strict=True))
 
 
@@ -442,3 +443,55 @@ def test_a_model_that_only_dynamo_takes_and_that_declares_no_layer() -> None:
     assert model.sites.names == ("w",)
     with pytest.raises(BudgetError, match="between 0 and 0"):
         dpq.compile(Functional(), budget=-1, backend="reference")
+
+
+class Cache:
+    """Stands for the cache of a language model: an object that no graph can hold."""
+
+
+class Cached(nn.Module):
+    """Returns a cache unless its configuration, or the call, says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.config = types.SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Tensor, use_cache: bool | None = None) -> dict[str, Any]:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        return {"y": self.fc(x), "past_key_values": Cache() if use_cache else None}
+
+
+def test_a_capture_leaves_a_default_cache_out() -> None:
+    model = Cached()
+    out = capture_dynamo(model, ROWS, {})[0](*ROWS)
+    torch.testing.assert_close(out["y"], model(*ROWS)["y"], rtol=0, atol=0)
+    assert out["past_key_values"] is None and model.config.use_cache
+
+
+def test_an_output_that_no_graph_holds_is_refused_in_few_words() -> None:
+    with pytest.raises(CaptureError, match="returns a Cache, which is neither a tensor") as refused:
+        capture_dynamo(Cached(), ROWS, {"use_cache": True})
+    assert len(str(refused.value)) < 300
+
+
+class Clamping(nn.Module):
+    """Assigns a plain value: always the same, or another in each call."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.window, self.counts = 9, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.window = self.window + 1 if self.counts else min(self.window, x.shape[1])
+        return self.fc(x) * self.window
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_an_assignment_that_every_call_repeats_is_none(counts: bool) -> None:
+    model = Clamping(counts)
+    gm, _ = capture_dynamo(model, ROWS, {})
+    assigned = gm.graph.output_node().meta["assigns"]
+    assert model.window == 9 and (assigned is None) != counts
+    torch.testing.assert_close(gm(*ROWS), model(*ROWS), rtol=0, atol=0)

@@ -82,7 +82,7 @@ def test_epsilon_is_that_of_the_accountant_run_by_hand(mechanism: str) -> None:
     run = made(engine=dpq.PrivacyEngine(accountant=mechanism), noise_multiplier=1.3, max_physical_batch_size=2)
     train(run, epochs=3)
     by_hand = create_accountant(mechanism=mechanism)
-    for _ in range(3 * len(run.loader)):
+    for _ in range(3 * run.loader.steps):
         by_hand.step(noise_multiplier=1.3, sample_rate=6 / 24)
     assert run.engine.get_epsilon(1e-5) == pytest.approx(by_hand.get_epsilon(1e-5), rel=1e-9)
 
@@ -204,8 +204,24 @@ def test_wrong_models_are_refused() -> None:
     with pytest.raises(PrivacySpecError, match=r"compiled by torch\.compile.*dpquant_compile\.compile\(model"):
         refused(module=torch.compile(models.seeded(Net)))
     compiled = compiled_net()
-    with pytest.raises(PrivacySpecError, match=r"compiled by torch\.compile"):
+    with pytest.raises(PrivacySpecError, match=r"leave torch\.compile out"):
         refused(module=torch.compile(compiled))
+    several = nn.DataParallel(compiled)
+    several.device_ids = [0, 1]
+    with pytest.raises(PrivacySpecError, match=r"over 2 devices.*model\.module"):
+        refused(module=several)
+
+
+def test_data_parallel_without_devices_is_taken_off() -> None:
+    model = nn.DataParallel(compiled_net())
+    private, *_ = dpq.PrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=plain_loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert private is model.module
 
 
 def test_batch_norm_is_refused_at_once_or_at_the_first_forward() -> None:

@@ -145,12 +145,12 @@ def _shared_scale(self: EmulatedSite, x: Tensor, role: str, call: SiteCall, stre
     rows = x.flatten(1)
     wider = torch.cat([rows, rows.abs().amax().expand(len(rows), 1)], 1)
     key = streams.keys[call.site, 0]
-    rounded = self.quantizer(wider, call.recipe.format, key, streams.samples, axis, -1)
+    rounded = self.quantizer(wider, call.recipe.of(role), key, streams.samples, axis, -1)
     return rounded[:, :-1].reshape(x.shape)
 
 
 def _one_sample(self: EmulatedSite, x: Tensor, role: str, call: SiteCall, streams: Streams, axis: Any) -> Tensor:
-    return self.quantizer(x, call.recipe.format, streams.keys[call.site, 0], streams.samples[:1], None, 1)
+    return self.quantizer(x, call.recipe.of(role), streams.keys[call.site, 0], streams.samples[:1], None, 1)
 
 
 @pytest.mark.parametrize("rounding", [_shared_scale, _one_sample])

@@ -78,7 +78,7 @@ def network(width: int) -> nn.Module:
 @lru_cache(maxsize=2)
 def compiled(width: int) -> dpq.CompiledModule:
     """One for all runs, which then find its programs ready; no run changes its weights."""
-    return dpq.compile(seeded(lambda: network(width)), budget=2, backend="reference").train()
+    return dpq.compile(seeded(lambda: network(width)), budget=2, format="luq_fp4", backend="reference").train()
 
 
 def run_of(

@@ -14,9 +14,18 @@ ROOT = Path(__file__).parents[2]
     ("name", "options", "words"),
     [
         ("dp_step", ["--no-memory"], ("eager", "hooks", "ghost", "functorch", "ours")),
+        (
+            "dp_step",
+            ["--no-memory", "--config", "small_gpt2,8,4", "--kinds", "eager,ghost,ours,ours int4"],
+            ("small_gpt2 8, batch 4", "ghost          cannot train this model", "ours int4"),
+        ),
         ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
         ("norm_ways", ["--fit"], ("gram", "direct", "int8", "_SHIFT_COST")),
-        ("fp4_step", [], ("private fp32", "private FP4 90 %", "torch.compile", "int8")),
+        (
+            "fp4_step",
+            [],
+            ("private fp32", "private int4 90 %", "private int8 90 %", "private luq_fp4 90 %", "torch.compile"),
+        ),
         ("fp4_step", ["--scaling", "--out", "out"], ("batch    4",)),
     ],
 )

@@ -28,8 +28,8 @@ def test_demo_learns_and_writes_its_files(tmp_path: Path) -> None:
 
     (spent,) = re.findall(r"epsilon ([\d.]+) at delta", done.stdout)
     assert 0.5 < float(spent) < 8
-    (printed,) = re.findall(r"^Test accuracy, .* in FP4: ([\d.]+)% evaluated", done.stdout, re.MULTILINE)
-    (baseline,) = re.findall(r"Trained in full precision: ([\d.]+)%", done.stdout)
+    (printed,) = re.findall(r"^Test accuracy, .* in four bits: ([\d.]+)% evaluated", done.stdout, re.MULTILINE)
+    (baseline,) = re.findall(r"Trained in float32: ([\d.]+)%", done.stdout)
     assert float(printed) > 25 and float(baseline) > 25, "two epochs should be far above chance, which is 10%"
     assert re.search(r"^ +1  6 of 8, not \S+", done.stdout, re.MULTILINE), "a budget of 0.75 is six of the eight sites"
     for site in ("stem", "block1.conv1", "block2.conv2", "fc2"):

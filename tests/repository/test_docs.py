@@ -161,7 +161,16 @@ def test_the_support_matrix_says_which_kernel_runs() -> None:
     if native.unavailable() is not None:
         pytest.skip("no native kernels on this machine")
     rows = re.findall(r"^\| `(\w+)`[^|]*\| `(\w+)`, (\w+) \| `(\w+)`, (\w+) \|", page("support.md"), re.MULTILINE)
-    assert [row[0] for row in rows] == ["luq_fp4", "uniform4", "fp8_e5m2", "fp4_e2m1", "fp4_e2m1_nv"]
+    assert [row[0] for row in rows] == [
+        "luq_fp4",
+        "uniform4",
+        "int4",
+        "int8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "fp4_e2m1",
+        "fp4_e2m1_nv",
+    ]
     for name, plain, plain_kind, rounded, rounded_kind in rows:
         for outputs, said in (("none", (plain, plain_kind)), ("flow", (rounded, rounded_kind)), ("all", None)):
             call = site_call("linear", 0, 0, f"{name}/{outputs}/auto", axis_list(BatchAxis(0), BatchAxis(0)))

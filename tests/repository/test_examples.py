@@ -1,5 +1,7 @@
 """The examples run on tiny settings, and print what they say that they show."""
 
+import ast
+import difflib
 import gzip
 import logging
 import os
@@ -20,9 +22,10 @@ from tests.support.processes import on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-MINE = (
-    "plain_loop opacus_migration bert_frozen own_scheduler own_format reading_a_graph private_program resuming".split()
-)
+MINE = [
+    *"plain_loop opacus_migration bert_frozen own_scheduler own_format reading_a_graph private_program".split(),
+    *"resuming llm_lora opacus/imdb opacus/char_lstm".split(),
+]
 
 Run = Callable[..., str]
 
@@ -88,6 +91,39 @@ def test_opacus_migration_changes_five_lines_and_no_epsilon(run: Run) -> None:
     assert min(float(row[2]) for row in rows) > 25, "two epochs are far above chance, which is 10%"
 
 
+SWAPS = [path.stem for path in sorted((EXAMPLES / "opacus").glob("*.py"))]
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_the_engine_swap_changes_at_most_five_lines(name: str) -> None:
+    source = (EXAMPLES / "opacus" / f"{name}.py").read_text(encoding="utf-8")
+    found = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    before, after = (ast.get_source_segment(source, found[f"with_{engine}"]) for engine in ("opacus", "dpquant"))
+    assert before is not None and after is not None
+    changes = list(difflib.ndiff(before.splitlines()[1:], after.splitlines()[1:]))
+    new = [line for line in changes if line.startswith("+ ")]
+    assert 0 < len(new) <= 5 and len(new) >= sum(line.startswith("- ") for line in changes)
+    assert all(f"# {number}" in line for number, line in enumerate(new, 1)), "each is numbered"
+    layers = source.count("opacus.layers")  # Opacus' layers serve both engines
+    assert source.count("opacus.") - layers + source.count("dpq.") == sum(
+        part.count(word)
+        for part in (before, after, ast.get_docstring(ast.parse(source)) or "")
+        for word in ("opacus.", "dpq.")
+    ), "nothing else in the program depends on the engine"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")  # stock Opacus
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "dcgan"])
+def test_both_engines_train_for_the_same_epsilon(name: str, run: Run) -> None:
+    spent = []
+    for engine in ("opacus", "dpquant"):
+        torch.manual_seed(0)
+        printed = run(f"opacus/{name}", "--smoke", "--engine", engine)
+        spent.append(re.findall(r"^epoch \d: .* epsilon ([\d.]+) at", printed, re.MULTILINE))
+    assert spent[0] == spent[1] and len(spent[0]) == 2 and "0.0000" not in spent[0]
+
+
 def parts_of(explanation: str) -> tuple[str, str]:
     """The table of sites, and that of per-sample gradients."""
     sites, _, gradients = explanation.partition("per-sample gradients")
@@ -132,7 +168,7 @@ def test_bert_takes_data_and_weights_from_folders(run: Run, tmp_path: Path, monk
     BertModel(config).save_pretrained(tmp_path / "weights")
     options = ["--data", str(tmp_path), "--weights", str(tmp_path / "weights"), "--limit", "30", "--epochs", "1"]
     printed = run("bert_frozen", *options)
-    assert printed.startswith("30 pairs, ") and "of 14 sites in luq_fp4" in printed
+    assert printed.startswith("30 pairs, ") and "of 14 sites in int4" in printed
     assert "mechanics alone" not in printed
 
 
@@ -224,6 +260,41 @@ def test_resuming_after_a_kill_changes_nothing(tmp_path: Path) -> None:
     assert len(outcomes[0]["policies"].split()) == 3
     steps = [sum(e.steps for e in dpq.Ledger.read(folder / "ledger.json").entries) for folder in folders]
     assert steps == [3 * 8 + 2] * 2, "three epochs of eight steps, two analyses, and nothing twice"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+def test_lora_protects_the_unit_that_was_asked_for(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    printed = run("llm_lora", "--smoke", "--unit", "user", "--pieces", "2", "--out", str(tmp_path / "adapter"))
+    assert "samples of 128 bytes; a sample is a user" in printed
+    (trained, total) = re.findall(r"([\d,]+) of ([\d,]+) parameters are trained", printed)[0]
+    assert 0 < int(trained.replace(",", "")) < int(total.replace(",", "")) / 4
+    spent = [float(found) for found in re.findall(r"^epoch \d: .*epsilon ([\d.]+)$", printed, re.MULTILINE)]
+    assert len(spent) == 2 and spent[0] < spent[1] <= 8 and "one user more or less" in printed
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")  # stock Opacus
+@pytest.mark.parametrize("name", ["imdb", "char_lstm"])
+def test_scripts_of_opacus_change_five_lines_and_train_with_both_engines(name: str, run: Run) -> None:
+    text = (EXAMPLES / "opacus" / f"{name}.py").read_text(encoding="utf-8")
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    before, after = (
+        [line.partition("#")[0].strip() for line in ast.get_source_segment(text, functions[f]).splitlines()[2:]]
+        for f in ("with_opacus", "with_dpquant")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+    assert 0 < len(changed) <= 5, changed
+    rows = [
+        re.findall(
+            r"^epoch \d: test ([\d.]+)%; epsilon (.*)$", run(f"opacus/{name}", "--smoke", "--engine", engine), re.M
+        )
+        for engine in ("opacus", "dpquant")
+    ]
+    assert [row[1] for row in rows[0]] == [row[1] for row in rows[1]], "the same epsilon after every epoch"
+    assert all(float(found[-1][0]) > 65 for found in rows), "far above chance"
 
 
 def test_resuming_refuses_an_epoch_that_is_not_there(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,14 @@ PACKAGE = "dpquant_compile"
 # From the bottom up; a name stands for a module or for all of a package. Within a layer modules may import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("sites", "policy", "numerics", "torchvision_compat", "batchnorm"),
+    ("sites", "policy", "numerics", "torchvision_compat", "batchnorm", "losses"),
     ("backends",),
     ("passes",),
     ("link_table", "pipeline", "spec", "view"),
     ("held_values", "programs", "variants", "explain", "engine_interface"),
     ("module", "torch_compile"),
     ("privacy",),
-    ("api", "perf"),
+    ("api", "perf", "integrations"),
     ("lab",),
     ("cli",),
 )

@@ -10,6 +10,8 @@ FILES = sorted(path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py"
 
 # Tests of what several modules do together. A file that is about one module does not belong here.
 ACROSS = {
+    "integrations/test_clients.py": "models of transformers through capture, private training, schedule and eval()",
+    "integrations/test_vision_models.py": "families of torchvision and timm through capture and private training",
     "lab/test_report_browser.py": "reports in a real browser, which may be missing",
     "view/test_html_browser.py": "the graph page in a real browser, which may be missing",
     "privacy/test_mutants.py": "faults that are put into several modules, and the checks that must find them",

@@ -18,7 +18,7 @@ def test_readme_code_runs(tmp_path: Path) -> None:
     script.write_text("\n".join(blocks))
     done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "of 3 sites in luq_fp4" in done.stdout
+    assert "of 3 sites in int4" in done.stdout
     assert "low_precision_site" in done.stdout
     assert (tmp_path / "graph.svg").stat().st_size > 1000
     assert (tmp_path / "graph.html").stat().st_size > 10_000

@@ -30,6 +30,11 @@ def data(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
+def positions(length: int) -> Tensor:
+    """[length, length]: how far positions of a sequence are apart."""
+    return (torch.arange(length)[:, None] - torch.arange(length)).abs()
+
+
 # Functions of a batch of [3, 4] matrices, wherever the batch is: the rule must be right, or give up.
 ANYWHERE: dict[str, Callable[[Tensor], Any]] = {
     "add": lambda x: x + 1,
@@ -142,6 +147,8 @@ ANYWHERE: dict[str, Callable[[Tensor], Any]] = {
     "linear": lambda x: F.linear(x, torch.ones(2, x.shape[-1]), torch.ones(2)),
     "gather": lambda x: x.gather(1, torch.zeros(x.shape[0], 2, x.shape[2], dtype=torch.int64)),
     "gather_own": lambda x: x.gather(-1, x.argsort(-1)),
+    "gather_expanded": lambda x: x.gather(-1, torch.tensor([1, 0, 2]).expand(*x.shape[:-1], 3)),
+    "gather_expanded_last": lambda x: x.gather(1, torch.tensor([[2], [0]]).expand(x.shape[0], 2, x.shape[2])),
     "gather_first": lambda x: x.gather(0, torch.zeros_like(x, dtype=torch.int64)),
     "scatter": lambda x: x.scatter(1, (x > 0).long(), x.sin()),
     "scatter_add": lambda x: x.scatter_add(-1, (x > 0).long(), x),
@@ -153,6 +160,19 @@ ANYWHERE: dict[str, Callable[[Tensor], Any]] = {
     "permute_copy": lambda x: aten.permute_copy(x, [1, -1, 0]),
     "mT": lambda x: x.mT,
     "numpy_T": lambda x: x[0].T,
+    "hardswish": lambda x: F.hardswish(x),
+    "log_sigmoid": lambda x: F.logsigmoid(x),
+    "norm": lambda x: aten.norm.ScalarOpt_dim(x, 2, [-1]),
+    "norm_first": lambda x: aten.norm.ScalarOpt_dim(x, 1, [0], True),
+    "norm_all": lambda x: aten.norm.Scalar(x, 2),
+    **{f"{name}_{reduction}": (
+           lambda x, name=name, reduction=reduction: getattr(F, name)(x.sigmoid(), x.cos().abs(), reduction=reduction))
+       for name in "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy".split()
+       for reduction in ("none", "sum")},
+    "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid(), reduction="none"),
+    "bce_with_logits_mean": lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid()),
+    "cdist": lambda x: torch.cdist(x, x * 2, p=1.0),
+    "cdist_rows": lambda x: torch.cdist(x.reshape(x.shape[0], -1), x.reshape(x.shape[0], -1), p=1.0),
     "_int_mm": lambda x: aten._int_mm(
         x.reshape(-1, x.shape[-1]).to(torch.int8), torch.ones(x.shape[-1], 8, dtype=torch.int8)),
 }  # fmt: skip
@@ -186,6 +206,36 @@ EXACT: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], BatchAxis]] = {
     "bilinear2d": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (2, 5, 5), BatchAxis(0)),
     **{f"{mode}{n}": (lambda x, m=mode, n=n: F.pad(x, (1, 1) * n, mode=m), (2, *[4] * n), BatchAxis(0))
        for mode in ("reflect", "replicate") for n in (1, 2, 3)},
+    "col2im": (lambda x: F.fold(x, (4, 4), 2, stride=2), (8, 4), BatchAxis(0)),
+    "nearest3d": (lambda x: F.interpolate(x, scale_factor=2), (2, 3, 3, 3), BatchAxis(0)),
+    "trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), (2, 3, 3, 3), BatchAxis(0)),
+    "bicubic": (lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (2, 4, 4), BatchAxis(0)),
+    **{f"nearest exact {n}": (
+           lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), (2, *[3] * n), BatchAxis(0))
+       for n in (1, 2, 3)},
+    **{f"{mode} antialias": (
+           lambda x, mode=mode: F.interpolate(x, scale_factor=0.5, mode=mode, antialias=True), (2, 6, 6), BatchAxis(0))
+       for mode in ("bilinear", "bicubic")},
+    "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2), (2, 4, 4), BatchAxis(0)),
+    "channel_shuffle": (lambda x: F.channel_shuffle(x, 2), (4, 3, 3), BatchAxis(0)),
+    "affine_grid": (
+        lambda x: aten.affine_grid_generator(x, [x.shape[0], 1, 3, 3], False), (2, 3), BatchAxis(0)),
+    **{f"max_unpool{n}d": (
+           lambda x, n=n: getattr(F, f"max_unpool{n}d")(*getattr(F, f"max_pool{n}d")(x, 2, return_indices=True), 2),
+           (2, *[4] * n), BatchAxis(0)) for n in (2, 3)},
+    **{f"grid_sample {n}d": (
+           lambda x, n=n: F.grid_sample(x, x[:, :n].movedim(1, -1).tanh(), align_corners=False),
+           (3, *[4] * n), BatchAxis(0)) for n in (2, 3)},
+    "grid_sample, one grid": (
+        lambda x: F.grid_sample(x, torch.zeros(1, 2, 2, 2).expand(B, -1, -1, -1), align_corners=False),
+        (3, 4, 4), BatchAxis(0)),
+    "nll_loss": (lambda x: F.nll_loss(x, (x[:, 0] > 0).long(), reduction="none"), (4,), BatchAxis(0)),
+    "nll_loss2d": (lambda x: F.nll_loss(x, (x[:, 0] > 0).long(), reduction="none"), (4, 2, 2), BatchAxis(0)),
+    "multi_margin": (lambda x: F.multi_margin_loss(x, (x[:, 0] > 0).long(), reduction="none"), (4,), BatchAxis(0)),
+    "distances": (lambda x: torch.cdist(x, x[:, :2], p=1.0), (5, 4), BatchAxis(0)),
+    **{f"fractional_max_pool{n}d": (
+           lambda x, n=n: getattr(F, f"fractional_max_pool{n}d")(x, 2, output_size=2), (2, *[4] * n), BatchAxis(0))
+       for n in (2, 3)},
     "pixel_shuffle": (lambda x: F.pixel_shuffle(x, 2), (4, 3, 3), BatchAxis(0)),
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), (2, 5, 4), BatchAxis(0)),
     "attention_mask": (
@@ -198,6 +248,18 @@ EXACT: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], BatchAxis]] = {
     "chunk": (lambda x: x.chunk(2, 1), (4,), BatchAxis(0)),
     "windows": (
         lambda x: x.view(B, 2, 2, 2, 2, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 3), (4, 4, 3), BatchAxis(0, 1, 4)),
+    # Positions that all heads of all samples share, as in DeBERTa.
+    "gather at shared positions": (
+        lambda x: x.gather(-1, positions(5)[None].expand(B, 5, 5)), (5, 6), BatchAxis(0)),
+    "gather at positions shared by heads": (
+        lambda x: x.view(B * 2, 5, 6).gather(-1, positions(5)[None].expand(B * 2, 5, 5)), (2, 5, 6),
+        BatchAxis(0, 1, 2)),
+    "gather at positions of each head": (
+        lambda x: x.view(B * 2, 5, 6).gather(
+            -1, torch.stack((positions(5), 5 - positions(5))).repeat(B, 1, 1)), (2, 5, 6), BatchAxis(0, 1, 2)),
+    "scatter at positions shared by heads": (
+        lambda x: x.view(B * 2, 5, 6).scatter_add(-1, positions(5)[None].expand(B * 2, 5, 5), x.view(B * 2, 5, 6)),
+        (2, 5, 6), BatchAxis(0, 1, 2)),
     "time first": (lambda x: x.transpose(0, 1), (5, 4), BatchAxis(1)),
     "bernoulli": (lambda x: torch.bernoulli(x.sigmoid().round()), (4,), BatchAxis(0)),
     "multinomial": (lambda x: torch.multinomial(torch.where(x == x, 1.0, 1.0), 2), (4,), BatchAxis(0)),
@@ -212,6 +274,11 @@ LOST: dict[str, Callable[[Tensor], Any]] = {
     "norm over the batch": lambda x: F.layer_norm(x.permute(1, 2, 0), (B,)),
     "table from the batch": lambda x: F.embedding(torch.tensor([0, 1]), x[:, 0]),
     "weight from the batch": lambda x: F.conv1d(x, x[:, :, :1].transpose(0, 1).transpose(0, 1)),
+    "channels for samples": lambda x: F.fractional_max_pool2d(x, 2, output_size=2),
+    "unpooled channels": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "losses added up": lambda x: F.nll_loss(x[:, :, 0], (x[:, 0, 0] > 0).long()),
+    "loss of shared scores": lambda x: F.multi_margin_loss(x[:, :, 0].t(), (x[0, :, 0] > 0).long(), reduction="none"),
+    "distances of samples": lambda x: torch.cdist(x[:, 0], x[:, 1], p=1.0),
     "overlapping strides": lambda x: x.as_strided((B, 4, 4), (4, 1, 4)),
 }
 

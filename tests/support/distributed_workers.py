@@ -22,6 +22,7 @@ import dpquant_compile as dpq
 from dpquant_compile.privacy.accounting import ledger_file
 from dpquant_compile.privacy.distributed import world as distributed
 from dpquant_compile.privacy.distributed.world import World, call_roll
+from tests.support.private import coarsest
 from tests.support.processes import meet, settle_down
 
 EPOCHS, DELTA = 3, 1e-5
@@ -71,7 +72,7 @@ def engine_of(
 ) -> dpq.PrivacyEngine:
     """A run before its first step. Seeds differ by rank: what processes have in common must not hang on them."""
     torch.manual_seed(5 + rank())
-    model = dpq.compile(Net(width), **{"budget": 2, "backend": "reference", "inner": "eager", **(spec or {})})
+    model = dpq.compile(Net(width), **{"budget": 2, "backend": "reference", "inner": "eager", **coarsest(spec or {})})
     model.train()
     given = {"batch_size": batch, "generator": torch.Generator().manual_seed(2 + rank()), **(loader or {})}
     engine = dpq.PrivacyEngine(accountant="rdp", secure_mode=secure, ledger_path=ledger_path, **(target or {}))

@@ -63,7 +63,8 @@ def indices(batch: Any) -> list[int]:
 def logical(loader: PrivateLoader, heard: Heard) -> list[list[int]]:
     """The logical batches of an epoch, put together from micro-batches; all that must hold of those is checked."""
     batches: list[list[int]] = []
-    before_last = True
+    before_last, pieces, full = True, 0, True
+    limit, count = loader.max_physical_batch_size, loader.micro_batches_per_step
     for batch in loader:
         micro = heard.last
         assert micro.ids.dtype == torch.int64 and micro.ids.tolist() == indices(batch)
@@ -71,12 +72,15 @@ def logical(loader: PrivateLoader, heard: Heard) -> list[list[int]]:
         assert micro.first == before_last  # the first one, and that after a last one
         if micro.first:
             batches.append([])
-        limit = loader.max_physical_batch_size
+            pieces, full = 0, True
+        pieces += 1
         assert limit is None or len(micro.ids) <= limit
-        assert micro.last or len(micro.ids) == limit
-        assert len(micro.ids) > 0 or (micro.first and micro.last)
+        assert full or len(micro.ids) == 0  # full ones, at most one in part, empty ones
+        full = len(micro.ids) == limit
         batches[-1] += indices(batch)
         before_last = micro.last
+        assert not micro.last or pieces == max(count or 1, -(-len(batches[-1]) // (limit or N)))
+        assert micro.divided or len(micro.ids) in (0, len(batches[-1]))
     assert before_last
     assert heard.all[-1] is None and heard.ends == 1
     return batches

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support import models
+from tests.support.matrix_models import Spelled, TiedBothWays, TiedHead
 from tests.support.per_sample_models import Adapter, ClassToken, Generic, Merged, Norms
 from tests.support.private import leaves, made_private
 
@@ -201,6 +202,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "low rank": (Adapter, (6,), 0),
     "generic": (Generic, (4,), 0),
     "merged": (Merged, (4,), 0),
+    "matrix": (lambda: Spelled("addmm"), (3, 6), 0),
+    "matrix on the left": (lambda: Spelled("matmul from the left"), (3, 6), 0),
+    "table both ways": (TiedBothWays, (5,), 7),
+    "table, turned": (lambda: TiedHead(turned=True), (5,), 7),
 }
 KINDS = "conv1d conv3d grouped depthwise dilated strided valid same same_even_3d reflect".split()
 CONVS = {f"conv {kind}": models.conv_zoo()[kind][1][1:] for kind in KINDS}

@@ -17,6 +17,14 @@ from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 SECRET = 77
 
 
+def coarsest(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `compile` with a format that rounds all operands at random and coarsely, where they name no recipe.
+
+    What one sample could do to others shows most clearly there; what holds for it is tested for recipes apart.
+    """
+    return dict(options) if "recipe" in options else {"format": "luq_fp4", **options}
+
+
 def made_private(
     model: nn.Module,
     physical: int,
@@ -32,8 +40,9 @@ def made_private(
     """A compiled model in train() under an engine, with the sum as its loss reduction, for batches given by hand.
 
     Its secret is that of `SECRET`, so that a reference can round alike. `private` holds more words for make_private.
+    Where `options` names no recipe, see `coarsest`.
     """
-    compiled = dpq.compile(model, budget=0, **{"backend": "reference", **options})
+    compiled = dpq.compile(model, budget=0, **{"backend": "reference", **coarsest(options)})
     compiled.train()
     engine = dpq.PrivacyEngine(accountant="rdp")
     data = TensorDataset(torch.zeros(4 * physical, 1))
@@ -96,7 +105,7 @@ def reference_sums(
     **options: Any,
 ) -> dict[str, Tensor]:
     """The same by plain autograd on the reference backend: one sample at a time, clipped by hand, added up."""
-    compiled = dpq.compile(model, budget=0, **{**options, "backend": "reference", "inner": "eager"})
+    compiled = dpq.compile(model, budget=0, **{**coarsest(options), "backend": "reference", "inner": "eager"})
     compiled.train()
     compiled.set_policy(policy)
     compiled._dispatcher.bits = secret_bits()

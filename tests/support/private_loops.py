@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from tests.support import models
+from tests.support.private import coarsest
 
 FEATURES, CLASSES = 6, 3
 
@@ -51,7 +52,7 @@ def plain_loader(data: Any = None, batch: int = 6, seed: int = 0) -> DataLoader[
 
 def compiled_net(model: nn.Module | None = None, **options: Any) -> dpq.CompiledModule:
     chosen = models.seeded(Net) if model is None else model
-    return dpq.compile(chosen, budget=0, **{"backend": "reference", **options}).train()
+    return dpq.compile(chosen, budget=0, **{"backend": "reference", **coarsest(options)}).train()
 
 
 def made(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
+from tests.support.private import coarsest
 
 EPOCHS, STEPS, DELTA = 5, 4, 1e-5
 Tell = Callable[[str], object]
@@ -42,7 +43,7 @@ def engine_of(
     """A run before its first step; with `schedule` None it has no scheduler."""
     torch.manual_seed(5)
     compiled = dpq.compile(
-        model(), **{"budget": 2, "backend": "reference", "inner": "eager", **(compile_options or {})}
+        model(), **{"budget": 2, "backend": "reference", "inner": "eager", **coarsest(compile_options or {})}
     )
     path = None if folder is None else folder / "ledger.json"
     engine = dpq.PrivacyEngine(accountant="rdp", secure_mode=secure, ledger_path=path)

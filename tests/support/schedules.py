@@ -47,7 +47,9 @@ def engine_of(
     **options: Any,
 ) -> dpq.PrivacyEngine:
     """An engine with a private model of six linears; budget 2."""
-    compiled = dpq.compile(model or models.seeded(six), budget=2, backend="reference", inner="eager").train()
+    compiled = dpq.compile(
+        model or models.seeded(six), budget=2, format="luq_fp4", backend="reference", inner="eager"
+    ).train()
     engine = dpq.PrivacyEngine(accountant=accountant, **options)
     engine.make_private(
         module=compiled,

@@ -1,51 +1,51 @@
-// Stochastic rounding to codes: the arithmetic of numerics/rounding.py and random_bits.py, one loop for the maximum of a
-// sample and one that rounds. Only operations that IEEE 754 rounds exactly, so that the codes are those of the reference.
+// Rounding to codes with one scale per sample: one loop for the maximum of a sample and one that rounds.
 //
 // The inner loops are functions of their own that are never inlined: inside a parallel region the compiler gives up on
 // keeping their constants in registers, and they take twice the time.
 
 #include <omp.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
 #include <vector>
+
+#include "rounding.h"
+
+using namespace dpq;
 
 namespace {
 
-constexpr float TINY = std::numeric_limits<float>::min();
-constexpr int32_t INFINITE = 0x7f800000;
-
-inline uint32_t mix(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-inline int32_t pattern(float x) { int32_t b; std::memcpy(&b, &x, 4); return b; }
-inline float number(int32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-inline float uniform(uint32_t bits) { return float(int32_t((bits >> 8) | 1)) * 0x1p-24f; }
-
-// The largest of x and of -x, and of the patterns of |x|, which put infinities and NaN above all numbers.
+// The largest of x and of -x, and of the patterns of |x|, which put infinities and NaN above all numbers; and whether any
+// x is negative. A format says which of these it goes by.
 struct Range {
   float high = -std::numeric_limits<float>::infinity(), low = -std::numeric_limits<float>::infinity();
-  int32_t size = 0;
+  int32_t size = 0, below = 0;
   void include(const Range& other) {
     high = std::max(high, other.high), low = std::max(low, other.low), size = std::max(size, other.size);
+    below |= other.below;
   }
 };
 
-// A format: the unit of a sample, and one element's code plus the zero point.
+enum class By { size, sign, ends };
+
+// What the rounding of a sample goes by.
+struct Sample {
+  float unit;
+  float by;     // what t is: x / unit, or x times this reciprocal
+  float top;    // the largest level
+  float least;  // what is smaller in size counts as zero; NaN if all of a sample does
+  Bits bits;
+};
+
+// A format: the zero point, the unit of a sample, and one element's code plus the zero point.
 struct Luq {
   static constexpr int zero = 64;
-  static constexpr bool symmetric = true;  // the size alone makes the unit
-  static float unit(const Range& range) {
-    const float s = number(range.size);
-    return std::max((s >= TINY ? s : 0.0f) * 0x1p-6f, TINY);
+  static constexpr By by = By::size;
+  static void scale(const Range& range, Sample& s) {
+    const float size = number(range.size);
+    s.unit = std::max((size >= TINY ? size : 0.0f) * 0x1p-6f, TINY);
   }
-  static inline int32_t round(float t, uint32_t bits) {
+  static inline int32_t round(float x, const Sample& s, uint32_t index) {
+    const float t = x / s.unit;
+    const uint32_t bits = s.bits.at(index);
     const int32_t p = pattern(t), cut = (1 << 23) - 1;
     const int32_t normal = int32_t(uint32_t(p) + (bits & uint32_t(cut))) & ~cut;
     const float v = std::fabs(t);
@@ -54,14 +54,41 @@ struct Luq {
   }
 };
 
+template <bool nearest>
 struct Uniform4 {
   static constexpr int zero = 8;
-  static constexpr bool symmetric = false;
-  static float unit(const Range& range) { return std::max(std::max(range.high / 7.0f, range.low / 8.0f), TINY); }
-  static inline int32_t round(float t, uint32_t bits) {
-    t = std::min(std::max(t, -8.0f), 7.0f);
-    const float floor = std::floor(t);
-    return int32_t(floor) + (uniform(bits) < t - floor ? 1 : 0) + zero;
+  static constexpr By by = By::ends;
+  static void scale(const Range& range, Sample& s) {
+    s.unit = std::max(std::max(range.high / 7.0f, range.low / 8.0f), TINY);
+  }
+  static inline int32_t round(float x, const Sample& s, uint32_t index) {
+    const float t = std::min(std::max(x / s.unit, -8.0f), 7.0f);
+    return int32_t(whole<nearest>(t, s.bits, index)) + zero;
+  }
+};
+
+template <bool nearest>
+struct Int8 {
+  static constexpr int zero = 128;
+  static constexpr By by = By::size;
+  static void scale(const Range& range, Sample& s) {
+    s.top = 127.0f, s.unit = coarse(range.size, s.top), s.by = 1.0f / s.unit;
+  }
+  static inline int32_t round(float x, const Sample& s, uint32_t index) {
+    const float t = std::min(std::max(x * s.by, -s.top), s.top);
+    return int32_t(whole<nearest>(t, s.bits, index)) + zero;
+  }
+};
+
+template <bool nearest>
+struct Int4 : Int8<nearest> {
+  static constexpr int zero = 64;
+  static constexpr By by = By::sign;
+  static void scale(const Range& range, Sample& s) {
+    s.top = range.below ? 7.0f : 15.0f, s.unit = coarse(range.size, s.top), s.by = 1.0f / s.unit;
+  }
+  static inline int32_t round(float x, const Sample& s, uint32_t index) {
+    return Int8<nearest>::round(x, s, index) - Int8<nearest>::zero + zero;
   }
 };
 
@@ -69,10 +96,13 @@ template <class Format>
 [[gnu::noinline]] Range range_of(const float* x, int64_t count, int64_t stride) {
   Range r;
   float high = r.high, low = r.low;
-  int32_t size = 0;
-  if (stride == 1 && Format::symmetric) {
+  int32_t size = 0, below = 0;
+  if (stride == 1 && Format::by == By::size) {
 #pragma omp simd reduction(max : size)
     for (int64_t i = 0; i < count; i++) size = std::max(size, pattern(x[i]) & INT32_MAX);
+  } else if (stride == 1 && Format::by == By::sign) {
+#pragma omp simd reduction(max : size) reduction(| : below)
+    for (int64_t i = 0; i < count; i++) size = std::max(size, pattern(x[i]) & INT32_MAX), below |= negative(x[i]);
   } else if (stride == 1) {
 #pragma omp simd reduction(max : high, low, size)
     for (int64_t i = 0; i < count; i++) {
@@ -82,26 +112,18 @@ template <class Format>
     }
   } else {
     for (int64_t i = 0; i < count; i++) {
-      high = std::max(high, x[i * stride]);
-      low = std::max(low, -x[i * stride]);
-      size = std::max(size, pattern(x[i * stride]) & INT32_MAX);
+      const float value = x[i * stride];
+      high = std::max(high, value), low = std::max(low, -value);
+      size = std::max(size, pattern(value) & INT32_MAX), below |= negative(value);
     }
   }
-  r.high = high, r.low = low, r.size = size;
+  r.high = high, r.low = low, r.size = size, r.below = below;
   return r;
 }
 
-// What the rounding of a sample goes by.
-struct Sample {
-  float unit, least;  // what is smaller in size than `least` counts as zero
-  uint32_t k0, k1;
-};
-
-constexpr int64_t PIECE = 256;  // numbers on their way from words to bytes
-
 template <class Format>
 inline int32_t code_of(float x, uint32_t index, const Sample& s) {
-  return Format::round((std::fabs(x) >= s.least ? x : 0.0f) / s.unit, mix(mix(index ^ s.k0) + s.k1));
+  return Format::round(std::fabs(x) >= s.least ? x : 0.0f, s, index);
 }
 
 // A run of elements whose bits are numbered index, index + by_index, …; `step` from one byte of the output to the next.
@@ -144,18 +166,6 @@ template <class Format>
   }
 }
 
-struct Shape {
-  int64_t batch, pixels, channels;          // logical
-  int64_t by_sample, by_pixel, by_channel;  // strides of x, in elements
-  int64_t number_pixel, number_channel;     // how the random bits of an element are numbered
-};
-
-inline uint64_t mix64(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-
 // A tensor as lines: the inner loop runs over whichever dimension lies densely in memory.
 template <class Format>
 struct Lines {
@@ -173,8 +183,8 @@ struct Lines {
     step_in = by_channel ? 1 : s.by_pixel, step_out = by_channel ? s.by_pixel : s.by_channel;
     number_in = by_channel ? s.number_channel : s.number_pixel;
     number_out = by_channel ? s.number_pixel : s.number_channel;
-    lie_in = by_channel ? 1 : s.channels, lie_out = by_channel ? s.channels : 1;
-    dense = by_channel && (s.by_pixel == s.channels || s.pixels == 1);
+    lie_in = by_channel ? s.lie_channel : s.lie_pixel, lie_out = by_channel ? s.lie_pixel : s.lie_channel;
+    dense = by_channel && lie_in == 1 && ((s.by_pixel == s.channels && lie_out == s.channels) || s.pixels == 1);
     if (!dense || count == 1 || length >= SHORT || size() > LISTED || s.batch < FEW) return;
     numbers.resize(size());
     for (int64_t o = 0; o < count; o++)
@@ -217,11 +227,14 @@ struct Lines {
 
 template <class Format>
 Sample sample_of(const Range& range, uint64_t key, int64_t id, float* unit) {
-  const bool ok = range.size < INFINITE;
-  *unit = ok ? Format::unit(range) : std::numeric_limits<float>::quiet_NaN();
-  const uint64_t mixed = mix64(key + (uint64_t(id) + 1) * 0x9e3779b97f4a7c15ull);
-  const float least = ok ? TINY : std::numeric_limits<float>::infinity();
-  return {ok ? *unit : 1.0f, least, uint32_t(mixed), uint32_t(mixed >> 32)};
+  Sample s{1.0f, 1.0f, 0.0f, std::numeric_limits<float>::quiet_NaN(), Bits(key, id)};
+  *unit = std::numeric_limits<float>::quiet_NaN();
+  if (range.size < INFINITE) {
+    s.least = TINY;
+    Format::scale(range, s);
+    *unit = s.unit;
+  }
+  return s;
 }
 
 template <class Format>
@@ -258,14 +271,15 @@ void quantize(const float* x, const Shape& s, uint64_t key, const int64_t* sampl
 extern "C" {
 
 // Codes [batch][pixels][channels] plus the format's zero point, and the unit of each sample; NaN for a sample that is not
-// finite, whose codes are zeros. Format 0 is luq_fp4, 1 is uniform4. `key` and the ids `samples` give the random bits, as
-// `sample_keys` and `random_bits` of numerics/random_bits.py do.
+// finite, whose codes are zeros. Format 0 is luq_fp4, 1 uniform4, 2 int4, 3 int8; all but the first also to nearest. `key`
+// and the ids `samples` give the random bits, as `sample_keys` and `random_bits` of numerics/random_bits.py do.
 void dpq_quantize(const float* x, const int64_t* shape, int64_t key, const int64_t* samples, int64_t format,
-                  uint8_t* out, float* unit, int threads) {
-  Shape s;
-  std::memcpy(&s, shape, sizeof s);
-  if (format == 0) quantize<Luq>(x, s, uint64_t(key), samples, out, unit, threads);
-  else quantize<Uniform4>(x, s, uint64_t(key), samples, out, unit, threads);
+                  int64_t nearest, uint8_t* out, float* unit, int threads) {
+  const auto run = [&](auto kind) { quantize<decltype(kind)>(x, Shape(shape), uint64_t(key), samples, out, unit, threads); };
+  if (format == 0) run(Luq());
+  else if (format == 1) nearest ? run(Uniform4<true>()) : run(Uniform4<false>());
+  else if (format == 2) nearest ? run(Int4<true>()) : run(Int4<false>());
+  else nearest ? run(Int8<true>()) : run(Int8<false>());
 }
 
 }  // extern "C"

@@ -18,7 +18,7 @@ namespace {
 
 struct Problem {
   int64_t batch, in_pixels, channels, pixels, features, groups, taps;
-  int64_t zero, largest;  // the zero point of the codes, and the largest of code plus zero point
+  int64_t x_zero, x_largest, d_zero, d_largest;  // zero points of the codes, and the largest of code plus zero point
 };
 
 struct Shape : Problem {
@@ -37,7 +37,7 @@ void unfold(const Shape& s, const uint8_t* x, const int32_t* source, int64_t g, 
   const int64_t width = std::min<int64_t>(NR, s.columns - first);
   int64_t tap[NR], channel[NR];
   for (int64_t n = 0; n < width; n++) tap[n] = (first + n) / s.terms, channel[n] = (first + n) % s.terms + g * s.terms;
-  const uint8_t zero = uint8_t(s.zero);
+  const uint8_t zero = uint8_t(s.x_zero);
   const bool dense = width == NR && tap[0] == tap[NR - 1];
   if (!dense) std::memset(panel, 0, s.steps * STEP);
   for (int64_t k = 0; k < s.steps; k++) {
@@ -68,9 +68,9 @@ void unfold(const Shape& s, const uint8_t* x, const int32_t* source, int64_t g, 
 // Calls use(first row of a tile, valid rows, exact sums) for one block of columns of one sample's gradient.
 template <class Use>
 void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use) {
-  const int depth = safe_depth(panel, s.steps, int(s.largest));
+  const int depth = safe_depth(panel, s.steps, int(s.d_largest));
   int32_t offset[NR];
-  zero_product(panel, s.steps, int(s.zero), offset);
+  zero_product(panel, s.steps, int(s.d_zero), offset);
   const uint8_t* at[MR];
   Tile tile;
   for (int64_t r = 0; r < s.rows; r += MR) {
@@ -86,7 +86,7 @@ void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use)
 std::unique_ptr<uint8_t[]> interleaved(const Shape& s, const uint8_t* d, int64_t g, int threads) {
   const int64_t size = s.steps * s.rows * 4;
   std::unique_ptr<uint8_t[]> all(new uint8_t[s.batch * size + SLACK_BYTES]);
-  const std::vector<uint8_t> padding(s.rows, uint8_t(s.zero));
+  const std::vector<uint8_t> padding(s.rows, uint8_t(s.d_zero));
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
   for (int64_t b = 0; b < s.batch; b++)
     for (int64_t k = 0; k < s.steps; k++) {
@@ -99,8 +99,8 @@ std::unique_ptr<uint8_t[]> interleaved(const Shape& s, const uint8_t* d, int64_t
 }
 
 // Lower triangle of the gram matrix of `count` rows of `terms` codes, `stride` apart.
-void gram(const Shape& s, const uint8_t* rows, int64_t count, int64_t terms, int64_t stride, std::vector<int8_t>& panel,
-          int32_t* out) {
+void gram(int zero, int largest, const uint8_t* rows, int64_t count, int64_t terms, int64_t stride,
+          std::vector<int8_t>& panel, int32_t* out) {
   const int64_t steps = (terms + 3) / 4;
   panel.resize(steps * STEP);
   Tile tile;
@@ -108,10 +108,10 @@ void gram(const Shape& s, const uint8_t* rows, int64_t count, int64_t terms, int
     const int64_t width = std::min<int64_t>(NR, count - first);
     const uint8_t* at_column[NR];
     for (int n = 0; n < NR; n++) at_column[n] = rows + (first + (n < width ? n : 0)) * stride;
-    panel_of_rows(at_column, terms, int(s.zero), panel.data());
-    const int depth = safe_depth(panel.data(), steps, int(s.largest));
+    panel_of_rows(at_column, terms, zero, panel.data());
+    const int depth = safe_depth(panel.data(), steps, largest);
     int32_t offset[NR];
-    zero_product(panel.data(), steps, int(s.zero), offset);
+    zero_product(panel.data(), steps, zero, offset);
     const int8_t* columns = panel.data();
     for (int64_t r = first / MR * MR; r < count; r += MR) {
       const uint8_t* at[MR];
@@ -159,7 +159,7 @@ struct Batch {
   int8_t* panel(int64_t i) { return panels.data() + i * size; }
 
   void add(const Shape& s, int64_t sample, float factor) {
-    zero_product(panel(count), s.steps, int(s.zero), offsets.data() + count * NR);
+    zero_product(panel(count), s.steps, int(s.d_zero), offsets.data() + count * NR);
     factors[count] = factor, samples[count] = sample;
     count++;
   }
@@ -230,8 +230,10 @@ void dpq_norms_gram(const int64_t* shape, const uint8_t* x, const uint8_t* d, co
       // Terms of both signs, which cancel: exact in integers, and right modulo 2^64 whatever they come to on the way.
       uint64_t total = 0;
       for (int64_t g = 0; g < s.groups; g++) {
-        gram(s, d + b * s.pixels * s.features + g * s.rows, s.pixels, s.rows, s.features, panel, left.data());
-        gram(s, x + b * s.in_pixels * s.channels + g * s.terms, s.in_pixels, s.terms, s.channels, panel, right.data());
+        gram(int(s.d_zero), int(s.d_largest), d + b * s.pixels * s.features + g * s.rows, s.pixels, s.rows, s.features,
+             panel, left.data());
+        gram(int(s.x_zero), int(s.x_largest), x + b * s.in_pixels * s.channels + g * s.terms, s.in_pixels, s.terms,
+             s.channels, panel, right.data());
         for (int64_t p = 0; p < s.pixels; p++) {
           std::fill_n(sum.data(), p + 1, 0);
           for (int64_t t = 0; t < s.taps; t++) {
@@ -265,8 +267,8 @@ void dpq_scale_norms(const int64_t* shape, const uint8_t* x, const uint8_t* d, i
   for (int64_t b = 0; b < s.batch; b++) {
     if (slack) {
       const int64_t widths[2] = {s.in_pixels * s.channels, s.pixels * s.features};
-      norms[b] += double(s.taps) * 0x1p-26 * squares(x + b * widths[0], widths[0], int(s.zero)) *
-                  squares(d + b * widths[1], widths[1], int(s.zero));
+      norms[b] += double(s.taps) * 0x1p-26 * squares(x + b * widths[0], widths[0], int(s.x_zero)) *
+                  squares(d + b * widths[1], widths[1], int(s.d_zero));
     }
     const double unit = double(x_unit[b]) * double(d_unit[b]);
     norms[b] = unit > double(std::numeric_limits<float>::max()) ? std::numeric_limits<double>::infinity()
@@ -295,7 +297,7 @@ void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, cons
           if (factor != factor) continue;
           int8_t* panel = s.steps <= DEEP ? quick.panel(quick.count) : slow.panel(0);
           unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel);
-          if (s.steps <= DEEP && s.steps <= safe_depth(panel, s.steps, int(s.largest))) {
+          if (s.steps <= DEEP && s.steps <= safe_depth(panel, s.steps, int(s.d_largest))) {
             quick.add(s, b, factor);
             continue;
           }
@@ -337,15 +339,14 @@ void dpq_tap_rows(const int64_t* shape, const uint8_t* x, const uint8_t* d, cons
   for (int64_t t = 0; t < s.taps; t++)
     for (int64_t p = 0; p < s.pixels; p++)
       if (source[p * s.taps + t] >= 0) from.push_back(source[p * s.taps + t]), to.push_back(int32_t(p));
-  const float zero = float(s.zero);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t row = 0; row < int64_t(to.size()) * s.batch; row++) {
     const int64_t b = row % s.batch;
     const float factor = scale[b] == scale[b] ? scale[b] : 0.0f;
     const uint8_t* d_row = d + (b * s.pixels + to[row / s.batch]) * s.features;
     const uint8_t* x_row = x + (b * s.in_pixels + from[row / s.batch]) * s.channels;
-    for (int64_t n = 0; n < s.features; n++) left[row * s.features + n] = (float(d_row[n]) - zero) * factor;
-    for (int64_t c = 0; c < s.channels; c++) right[row * s.channels + c] = float(x_row[c]) - zero;
+    for (int64_t n = 0; n < s.features; n++) left[row * s.features + n] = float(int(d_row[n]) - int(s.d_zero)) * factor;
+    for (int64_t c = 0; c < s.channels; c++) right[row * s.channels + c] = float(int(x_row[c]) - int(s.x_zero));
   }
 }
 

@@ -6,7 +6,8 @@
 //   panel   [steps][NR][4] int8: NR columns, the contraction in steps of four, zeros past its end
 //   depth   how many steps may be added up in 16 bits before they are widened. Without dot-product instructions, AVX2
 //           multiplies into 16 bits, and widening each product costs as much as the product. `pack` finds, from the
-//           numbers that are really in a panel, how many steps cannot overflow, so the result is exact all the same.
+//           numbers that are really in a panel, how many steps cannot overflow, so the result is exact all the same. Of
+//           8-bit codes not even one may: depth 0 multiplies the upper seven bits of a row and the lowest apart.
 
 #pragma once
 
@@ -107,7 +108,7 @@ constexpr int MR = 3;  // of 16, with as many 16-bit parts of the sums
 constexpr int VECTORS = 2;
 constexpr int NR = VECTORS * LANES;
 constexpr int STEP = NR * 4;                      // bytes of a panel per step
-constexpr int64_t LONGEST = int64_t(1) << 17;     // terms whose sum fits int32: 128 · 64 · 2^17 = 2^30
+constexpr int64_t LONGEST = int64_t(1) << 16;     // terms whose sum fits int32: 255 · 127 · 2^16 < 2^31
 constexpr int SLACK_BYTES = 64;                   // rows may be read this far past their end
 
 struct Tile {
@@ -190,6 +191,24 @@ struct Sums {
     c20 = add(c20, _mm256_madd_epi16(n20, ones)), c21 = add(c21, _mm256_madd_epi16(n21, ones));
   }
 
+  // One step of rows whose products with a panel pass 16 bits.
+  inline void advance_wide(int64_t offset, const int8_t* panel) {
+    const Vector b0 = load(panel), b1 = load(panel + 4 * LANES);
+    wide(broadcast(a0 + offset), b0, b1, c00, c01);
+    wide(broadcast(a1 + offset), b0, b1, c10, c11);
+    wide(broadcast(a2 + offset), b0, b1, c20, c21);
+  }
+
+  static inline void wide(Vector u, Vector b0, Vector b1, Vector& c0, Vector& c1) {
+    const Vector ones = _mm256_set1_epi16(1), twos = _mm256_set1_epi16(2);
+    const Vector upper = _mm256_and_si256(_mm256_srli_epi16(u, 1), _mm256_set1_epi8(127));
+    const Vector lowest = _mm256_and_si256(u, _mm256_set1_epi8(1));
+    c0 = add(c0, add(_mm256_madd_epi16(_mm256_maddubs_epi16(upper, b0), twos),
+                     _mm256_madd_epi16(_mm256_maddubs_epi16(lowest, b0), ones)));
+    c1 = add(c1, add(_mm256_madd_epi16(_mm256_maddubs_epi16(upper, b1), twos),
+                     _mm256_madd_epi16(_mm256_maddubs_epi16(lowest, b1), ones)));
+  }
+
   inline void write(int32_t (*sum)[NR]) const {
     store(sum[0], c00), store(sum[0] + LANES, c01);
     store(sum[1], c10), store(sum[1] + LANES, c11);
@@ -215,8 +234,22 @@ inline void multiply(Tile& tile, const Parts& parts) {
   sums.write(tile.sum);
 }
 
+#if !defined(DPQ_DOT)
+inline void multiply_wide(Tile& tile, const Parts& parts) {
+  Sums sums;
+  for (int64_t part = 0; part < parts.count; part++) {
+    sums.begin(parts.rows + part * MR);
+    for (int64_t k = 0; k < parts.steps; k++) sums.advance_wide(k * parts.stride, parts.panels[part] + k * STEP);
+  }
+  sums.write(tile.sum);
+}
+#endif
+
 template <int fixed = 4>
 inline void multiply(Tile& tile, const Parts& parts, int depth) {
+#if !defined(DPQ_DOT)
+  if (depth == 0) return multiply_wide(tile, parts);
+#endif
   if (depth >= 4) multiply<4, fixed>(tile, parts);
   else if (depth >= 2) multiply<2, fixed>(tile, parts);
   else multiply<1, fixed>(tile, parts);
@@ -251,32 +284,33 @@ inline void weigh(float (&sum)[MR][NR], const Weighted& w) {
 }
 
 // The depth that is safe for a panel and rows of at most `largest`: the sums of products of that many consecutive steps,
-// two products per step and lane, must fit int16.
+// two products per step and lane, must fit int16. 0 if those of a single step may not.
 inline int safe_depth(const int8_t* panel, int64_t steps, int largest) {
 #if defined(DPQ_DOT)
   (void)panel, (void)steps, (void)largest;
   return DEEP;
 #else
   const Vector none = zero(), ones = _mm256_set1_epi8(1);
-  Vector worst2 = none, worst4 = none;
+  Vector worst1 = none, worst2 = none, worst4 = none;
   for (int64_t k = 0; k < steps; k += 4)
     for (int v = 0; v < VECTORS; v++) {
       Vector size[4];
       for (int d = 0; d < 4; d++) {
         const Vector b = k + d < steps ? load(panel + (k + d) * STEP + v * 4 * LANES) : none;
         size[d] = _mm256_maddubs_epi16(_mm256_abs_epi8(b), ones);
+        worst1 = _mm256_max_epi16(worst1, size[d]);
       }
       const Vector first = _mm256_add_epi16(size[0], size[1]), second = _mm256_add_epi16(size[2], size[3]);
       worst2 = _mm256_max_epi16(worst2, _mm256_max_epi16(first, second));
       worst4 = _mm256_max_epi16(worst4, _mm256_add_epi16(first, second));
     }
-  alignas(32) int16_t lanes[2][16];
-  store(lanes[0], worst2), store(lanes[1], worst4);
-  int most[2] = {0, 0};
+  alignas(32) int16_t lanes[3][16];
+  store(lanes[0], worst1), store(lanes[1], worst2), store(lanes[2], worst4);
+  int most[3] = {0, 0, 0};
   for (int i = 0; i < 16; i++)
-    for (int d = 0; d < 2; d++) most[d] = std::max<int>(most[d], lanes[d][i]);
+    for (int d = 0; d < 3; d++) most[d] = std::max<int>(most[d], lanes[d][i]);
   const int limit = 32767 / largest;
-  return most[1] <= limit ? 4 : most[0] <= limit ? 2 : 1;
+  return most[2] <= limit ? 4 : most[1] <= limit ? 2 : most[0] <= limit ? 1 : 0;
 #endif
 }
 

@@ -5,6 +5,7 @@ gradient of one parameter, it can also give the gradients themselves. Each rule 
 operator without a rule goes through `torch.func.vmap` of its vector-Jacobian product.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ __all__ = [
     "Piece",
     "SitePiece",
     "UseValues",
+    "looked_up",
     "make_piece",
     "piece_kind",
     "pooled_norms",
@@ -134,6 +136,12 @@ class SitePiece:
         left, right = torch.ops.dpquant.sample_factors(**self._arguments())
         return left, right
 
+    def embedding_products(self, tokens: Tensor, rows: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+        """Inner products with the gradients of an embedding, and Σₜ ‖dₜ‖‖uₜ‖, both [B]; see the operator."""
+        given = {"tokens": tokens, "rows": rows, "turned": turned}
+        inner, largest = torch.ops.dpquant.embedding_products(**given, **self._arguments())
+        return inner, largest
+
     def _arguments(self) -> dict[str, Any]:
         own = dict(zip(("x", "codes", "unit"), self.x, strict=True))
         own |= zip(("grad", "grad_codes", "grad_unit"), self.grad, strict=True)
@@ -149,13 +157,16 @@ class EmbeddingPiece:
     rows: int
 
     def norms(self) -> Tensor:
-        return pooled_norms([self])
+        return pooled_norms([(self, False)])
 
     def weighted(self, factors: Tensor) -> Tensor:
+        return self.added(self.grad.new_zeros((self.rows, self.grad.shape[-1])), factors)
+
+    def added(self, total: Tensor, factors: Tensor) -> Tensor:
+        """`total` plus the weighted sum, of which only the rows that are looked up are not zero."""
         out = factors.isnan()
         scale = factors.masked_fill(out, 0.0).to(self.grad.dtype)
         grad = self.grad.masked_fill(out[:, None, None], 0.0) * scale[:, None, None]
-        total = grad.new_zeros((self.rows, grad.shape[-1]))
         return total.index_add(0, self.tokens.flatten(), grad.flatten(0, 1))
 
     def grads(self) -> Tensor:
@@ -164,36 +175,49 @@ class EmbeddingPiece:
         return table.scatter_add(1, index, self.grad)
 
 
-def pooled_norms(pieces: Sequence[SitePiece | EmbeddingPiece]) -> Tensor:
-    """Squared norms of the sum of several pieces of one parameter, by Gram matrices between all pairs.
+def looked_up(piece: Piece, indices: Tensor, table: Tensor) -> EmbeddingPiece:
+    """The piece of a table, from that of its rows at `indices`, which are the same for all samples."""
+    grads = piece.grads()
+    return EmbeddingPiece(
+        indices.flatten().expand(grads.shape[0], -1),
+        grads.reshape(grads.shape[0], -1, table.shape[1]),
+        table.shape[0],
+    )
 
-    An embedding is a linear whose inputs are unit vectors: products with those are a look-up.
+
+def pooled_norms(pieces: Sequence[tuple[SitePiece | EmbeddingPiece, bool]]) -> Tensor:
+    """Squared norms of the sum of several pieces of one parameter: each norm, and the products between all pairs.
+
+    With each piece, whether it is of the transposed parameter. An embedding is a linear whose inputs are unit vectors,
+    so products with it are a look-up. Only pairs of sites are multiplied from copies of their operands: the output
+    gradients of a head over a whole vocabulary, tied to an embedding, are as large as all else together.
+
+    Guarantee: never smaller than the norm of what the pieces' `weighted` add up to, as for one piece. A site's norm
+    makes up for its own rounding; what the table and the products between pairs may be off by is added.
     """
-    total: Tensor | None = None
-    slack: Tensor | None = None
-    parts = [(p.tokens, p.grad) if isinstance(p, EmbeddingPiece) else p.factors() for p in pieces]
-    for i, a in enumerate(parts):
-        for b in parts[i:]:
-            term = (_inner(a[0], b[0]) * (a[1] @ b[1].transpose(1, 2))).sum((1, 2))
-            term = term if a is b else 2 * term
-            total = term if total is None else total + term
-        unit = torch.ones_like(a[0], dtype=a[1].dtype) if not a[0].is_floating_point() else squares(a[0]).sqrt()
-        largest = (unit * squares(a[1]).sqrt()).sum(1)
-        slack = largest if slack is None else slack + largest
-    assert total is not None and slack is not None
-    return total.clamp_min(0.0) + 16 * torch.finfo(total.dtype).eps * slack.square()
-
-
-def _inner(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products [B, T, S] of rows a [B, T, N] and b [B, S, N], where integers [B, T] stand for unit vectors."""
-    if a.is_floating_point() and b.is_floating_point():
-        return a @ b.transpose(1, 2)
-    if a.is_floating_point():
-        return _inner(b, a).transpose(1, 2)
-    if b.is_floating_point():
-        index = a[:, None, :].expand(-1, b.shape[1], -1)
-        return b.gather(2, index).transpose(1, 2)
-    return (a[:, :, None] == b[:, None, :]).to(torch.float32)
+    sites = [(piece, turned) for piece, turned in pieces if isinstance(piece, SitePiece)]
+    tables = [piece for piece, _ in pieces if isinstance(piece, EmbeddingPiece)]
+    terms, sizes, errors = [piece.norms() for piece, _ in sites], list[Tensor](), list[Tensor]()
+    if tables:
+        tokens, grad = (torch.cat(parts, 1) for parts in zip(*((t.tokens, t.grad) for t in tables), strict=True))
+        equal = (tokens[:, :, None] == tokens[:, None, :]).to(grad.dtype)
+        terms.append((equal * (grad @ grad.transpose(1, 2))).sum((1, 2)))
+        sizes.append(squares(grad).sqrt().sum(1))
+        errors.append(sizes[0].square())
+        for piece, turned in sites:
+            inner, size = piece.embedding_products(tokens, grad, turned)
+            terms.append(2 * inner)
+            sizes.append(size)
+    if len(sites) > 1:
+        parts = [piece.factors()[:: -1 if turned else 1] for piece, turned in sites]
+        terms += [
+            2 * ((a[0] @ b[0].transpose(1, 2)) * (a[1] @ b[1].transpose(1, 2))).sum((1, 2))
+            for a, b in itertools.combinations(parts, 2)
+        ]
+        sizes += [] if tables else [(squares(a[0]).sqrt() * squares(a[1]).sqrt()).sum(1) for a in parts]
+    errors += [2 * a * b for a, b in itertools.combinations(sizes, 2)]
+    total = sum(terms[1:], terms[0]).clamp_min(0.0)
+    return total + 16 * torch.finfo(total.dtype).eps * sum(errors, torch.zeros_like(total))
 
 
 # Rules

@@ -18,6 +18,7 @@ from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.canonical.canonicalize import CONVS
+from dpquant_compile.passes.canonical.rewrite_products import stored_weight
 from dpquant_compile.passes.fx_utils import draws_random, node_source, op_name, read_attribute
 from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.privacy.clipping.bounds import Clipping
@@ -27,6 +28,7 @@ from dpquant_compile.privacy.clipping.grad_rules import (
     Piece,
     SitePiece,
     UseValues,
+    looked_up,
     make_piece,
     piece_kind,
     pooled_norms,
@@ -37,9 +39,13 @@ from dpquant_compile.sites import ConvGeometry
 __all__ = ["Inputs", "JointSpec", "Tracing", "packed_key"]
 
 
-def packed_key(target: str, row: int | None) -> str:
-    """Key of a packed weight: sites of different geometry may pack the same weight differently."""
-    return f"{row}:{target}"
+def packed_key(node: fx.Node, row: int | None) -> str | None:
+    """Key of the packed weight of a site; None for a weight that forward computes.
+
+    Sites of different geometry may pack the same weight differently.
+    """
+    held, _ = stored_weight(node.args[1])
+    return f"{row}:{held.target}" if isinstance(held, fx.Node) and held.op == "get_attr" else None
 
 
 # Limit in bytes on the per-sample gradients of one parameter, where they must be in memory.
@@ -103,10 +109,7 @@ class JointSpec:
 
     def packed(self, node: fx.Node) -> str | None:
         """The key of a site's packed weight; None for a weight that forward computes."""
-        weight = node.args[1]
-        if not isinstance(weight, fx.Node) or weight.op != "get_attr":
-            return None
-        return packed_key(str(weight.target), self.row(node))
+        return packed_key(node, self.row(node))
 
     def row(self, node: fx.Node) -> int | None:
         """The row of a site in the link table; None for other nodes."""
@@ -239,7 +242,10 @@ class Tracing(fx.Interpreter):
     def _piece(self, use: Use, grad: Tensor) -> Piece:
         if piece_kind(use) == "vmap":
             self._check_memory(", ".join(use.params), self.env[use.constant].shape, str(use))
-        return make_piece(use, self._values(use, grad))
+        piece = make_piece(use, self._values(use, grad))
+        return (
+            piece if use.indices is None else looked_up(piece, self.env[use.indices], self.attributes_of(use.params[0]))
+        )
 
     def _check_memory(self, name: str, shape: Sequence[int], uses: str) -> None:
         """Raise if the per-sample gradients of a value of this shape do not fit."""
@@ -291,7 +297,7 @@ class Tracing(fx.Interpreter):
         total: Tensor | None = None
         for use, piece in own:
             grads = piece.grads()
-            if not use.whole:
+            if not use.whole or use.turned:
                 grads = torch.func.vmap(self._pull(use, name))(grads)
             total = grads if total is None else total + grads
         return total
@@ -304,7 +310,8 @@ class Tracing(fx.Interpreter):
         if name not in self.spec.uses.separate:
             return name, used, f"gram over {len(own)} uses"
         ways = (p.method if isinstance(p, SitePiece) else "" for _, p in own)
-        names = (f"{piece_kind(use)}{f' ({way})' if way else ''}" for (use, _), way in zip(own, ways, strict=True))
+        kinds = ("look-up" if use.indices is not None else piece_kind(use) for use, _ in own)
+        names = (f"{kind}{f' ({way})' if way else ''}" for kind, way in zip(kinds, ways, strict=True))
         return name, used, ", ".join(dict.fromkeys(names))
 
     def _pooled(self, own: Sequence[tuple[Use, Piece]]) -> bool:
@@ -324,16 +331,21 @@ class Tracing(fx.Interpreter):
         if name in self.spec.uses.separate:
             norms = [piece.norms() for _, piece in own]
             return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
-        return pooled_norms([piece for _, piece in own])  # type: ignore[misc]
+        return pooled_norms([(piece, use.turned) for use, piece in own])  # type: ignore[misc]
 
     def _sum(self, name: str, pieces: Mapping[Use, Piece], held: Tensor | None, factor: Tensor) -> Tensor:
         shape = self.attributes_of(name).shape
         if held is not None:
             return DensePiece(held).weighted(factor).reshape(shape)
         total: Tensor | None = None
-        for use, piece in self._pieces(name, pieces):
+        # Look-ups last: they add their rows to what is there.
+        own = sorted(self._pieces(name, pieces), key=lambda pair: isinstance(pair[1], EmbeddingPiece))
+        for use, piece in own:
+            if isinstance(piece, EmbeddingPiece) and use.whole and total is not None:
+                total = piece.added(total.reshape(shape), factor)
+                continue
             part = piece.weighted(factor)
-            part = part if use.whole else self._pull(use, name)(part)
+            part = part if use.whole and not use.turned else self._pull(use, name)(part).contiguous()
             total = part if total is None else total + part
         parameter = self.attributes_of(name)
         return torch.zeros_like(wide(parameter)) if total is None else total.reshape(shape)

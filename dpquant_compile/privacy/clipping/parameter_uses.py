@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.canonical.functionalize import mutated_input
+from dpquant_compile.passes.canonical.rewrite_products import stored_weight
 from dpquant_compile.passes.fx_utils import node_source, op_name, read_attribute
 from dpquant_compile.sites import BatchAxis
 
@@ -31,6 +32,9 @@ _VIEWS = (
     "unflatten squeeze unsqueeze contiguous movedim swapaxes swapdims tensor_split view_as reshape_as"
 ).split()
 
+_DETACHED = ("detach", "detach_")
+_COPIES = ("to", "contiguous", "clone")
+
 
 @dataclass(frozen=True)
 class Use:
@@ -40,7 +44,9 @@ class Use:
     constant  the node that gives the constant
     slots     names of the arguments that receive the constant
     params    trainable parameters from which the constant is made
-    whole     whether the constant is itself a parameter
+    whole     whether the constant is a parameter, the transpose of one, or rows of one that are looked up
+    turned    whether it is the transpose
+    indices   the node that says which rows, the same for all samples, as for positions; None if it is no look-up
     """
 
     node: fx.Node
@@ -48,6 +54,8 @@ class Use:
     slots: tuple[str, ...]
     params: tuple[str, ...]
     whole: bool
+    turned: bool
+    indices: fx.Node | None
 
     def __str__(self) -> str:
         return f"{op_name(self.node)} ({node_source(self.node) or self.node.name})"
@@ -58,7 +66,7 @@ class Uses:
     """All uses of a graph's trainable parameters.
 
     names       the canonical name of each parameter's get_attr target; tied weights share one
-    made_of     the parameters to which each constant passes a gradient; none where gradients were switched off
+    made_of     the parameters to which each constant passes a gradient; none where no gradient flows
     separate    parameters whose uses read disjoint elements, so that their squared norms add up
     """
 
@@ -92,10 +100,8 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
     names = _canonical_names(gm, trainable)
     made_of: dict[fx.Node, tuple[str, ...]] = {}
     uses: list[Use] = []
-    tracked = True  # whether gradients flow here: a model may switch them off for part of its forward
+    reached = _reached(gm)
     for node in gm.graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            tracked = bool(node.args[0])
         if node.op == "get_attr":
             made_of[node] = (names[str(node.target)],) if str(node.target) in names else ()
             continue
@@ -108,7 +114,7 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
                 f"parameter {made_of[constants[0]][0]!r} is written in forward ({node_source(node) or node.name}); a "
                 "private gradient needs parameters that only the optimizer changes"
             )
-        if not tracked or op_name(node) in ("detach", "detach_"):
+        if node not in reached or op_name(node) in _DETACHED:
             made_of[node] = ()
             continue
         if axis_of(node) is None:
@@ -119,6 +125,18 @@ def find_uses(gm: fx.GraphModule, trainable: Mapping[int, str]) -> Uses:
     by_name = {name: [use for use in uses if name in use.params] for name in set(names.values())}
     separate = frozenset(name for name, own in by_name.items() if _apart(gm, own, name))
     return Uses(tuple(uses), names, made_of, separate)
+
+
+def _reached(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes to which outputs and writes may pass gradients: a model may detach a part of what it computes."""
+    stack = [node for node in gm.graph.nodes if node.op == "output" or mutated_input(node) is not None]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(() if op_name(node) in _DETACHED else node.all_input_nodes)
+    return found
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -139,7 +157,25 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 def _use(node: fx.Node, source: fx.Node, params: tuple[str, ...]) -> Use:
     arguments = named_arguments(node)
     slots = tuple(name for name, value in arguments.items() if value is source)
-    return Use(node, source, slots, params, source.op == "get_attr")
+    held, turned = stored_weight(source)
+    looked_up = source
+    while looked_up.op == "call_method" and looked_up.target in _COPIES and len(looked_up.all_input_nodes) == 1:
+        looked_up = looked_up.all_input_nodes[0]
+    indices = None if slots == ("weight",) else _fixed_indices(looked_up)
+    if indices is not None:
+        held = named_arguments(looked_up)["weight"]
+    return Use(node, source, slots, params, held.op == "get_attr", turned, indices)
+
+
+def _fixed_indices(constant: fx.Node) -> fx.Node | None:
+    """The indices of a constant that is a plain look-up of rows of a parameter."""
+    if constant.target is not F.embedding:
+        return None
+    given = named_arguments(constant)
+    plain = not any(given[name] for name in ("max_norm", "scale_grad_by_freq")) and given["padding_idx"] is None
+    indices, table = given["input"], given["weight"]
+    fixed = isinstance(indices, fx.Node) and isinstance(table, fx.Node) and table.op == "get_attr"
+    return indices if plain and fixed else None
 
 
 def _canonical_names(gm: fx.GraphModule, trainable: Mapping[int, str]) -> dict[str, str]:
@@ -177,8 +213,8 @@ def _apart(gm: fx.GraphModule, uses: Sequence[Use], name: str) -> bool:
     """Whether no element of a parameter is used twice."""
     if any(use.params != (name,) or len(use.slots) != 1 for use in uses):
         return False
-    if len(uses) == 1 and uses[0].whole:
-        return True
+    if any(use.whole for use in uses):
+        return len(uses) == 1
     chosen = [part for use in uses if (part := _selection(gm, use)) is not None]
     if len(chosen) < len(uses):
         return False

@@ -4,7 +4,8 @@ from collections.abc import MutableSequence, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.graph_compile import Recorder, compile_graph
@@ -14,6 +15,7 @@ from dpquant_compile.passes.private.free_saved_inputs import SavedInputs
 from dpquant_compile.passes.private.joint_facts import facts_of
 from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec
+from dpquant_compile.privacy.clipping.parameter_uses import axis_of
 from dpquant_compile.privacy.clipping.trace_joint import no_autocast, trace_joint
 
 __all__ = ["PrivateProgram"]
@@ -33,6 +35,8 @@ class PrivateProgram:
         trace = partial(trace_joint, spec=spec, example=example, decompose=inner == "inductor")
         program = pipeline.private(spec.base, trace, inner, log)
         facts, forward, backward = facts_of(program), forward_of(program), backward_of(program)
+        # Kept here: the graph is shared with programs for other shapes.
+        self.axes = tuple(axis_of(leaf) if isinstance(leaf, fx.Node) else None for leaf in _leaves(spec.base))
         self.outputs, self.differentiable, self.ways = facts.leaves, facts.differentiable, facts.ways
         self.draws_random = any(draws_seeded(node) for part in (forward, backward) for node in part.graph.nodes)
         self._count = facts.forward_outputs
@@ -54,3 +58,7 @@ class PrivateProgram:
         with no_autocast():
             results = self._backward(saved)
         return list(results[:-1]), results[-1]
+
+
+def _leaves(base: fx.GraphModule) -> list[Any]:
+    return tree_leaves(base.graph.output_node().args[0])

@@ -14,24 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_structure, tree_unflatten
 
 from dpquant_compile import pipeline
-from dpquant_compile.backends.ops.private_site import empty_packed, pack_weight
+from dpquant_compile.backends.ops.private_site import pack_weight
 from dpquant_compile.engine_interface import Internals
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.held_values import value_key
 from dpquant_compile.link_table import LinkTable
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.passes.batch.track_batch import batch_size
+from dpquant_compile.passes.canonical.rewrite_products import stored_weight
 from dpquant_compile.passes.fx_utils import bind_inputs, read_attribute
 from dpquant_compile.passes.precision.insert_switches import call_at
+from dpquant_compile.passes.private.drop_batch_loss import with_batch_loss
 from dpquant_compile.passes.private.joint_facts import TENSOR
 from dpquant_compile.passes.snapshot import storage_of
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, packed_key
-from dpquant_compile.privacy.clipping.parameter_uses import axis_of, find_uses, refuse_whole_modules
+from dpquant_compile.privacy.clipping.parameter_uses import find_uses, refuse_whole_modules
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.constants import Constants
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
@@ -98,6 +100,7 @@ class Session:
         self.dropped = 0
         self._used: set[str] = set()
         self._programs: dict[Hashable, tuple[Program, PrivateProgram]] = {}
+        self._outputs: dict[Hashable, list[Tensor]] = {}  # what each program gives: shapes, types and devices
         self._forwards = (0, 0)  # (step, forwards of that step so far)
         self._sums: dict[str, Tensor] = {}
         self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
@@ -124,6 +127,13 @@ class Session:
     def draws_random(self) -> bool:
         """Whether a program of this session has random operators, such as dropout."""
         return any(private.draws_random for _, private in self._programs.values())
+
+    @property
+    def own_rules(self) -> tuple[str, ...]:
+        """The operators of programs of this session whose isolation rests on a rule of the user."""
+        graphs = (program.base.graph for program, _ in self._programs.values())
+        found = (node.meta["own_rule"] for graph in graphs for node in graph.nodes if "own_rule" in node.meta)
+        return tuple(sorted(set(found)))
 
     def uses(self, name: str) -> bool:
         """Whether a parameter has gradients; what is not known yet has."""
@@ -153,7 +163,8 @@ class Session:
             if micro.first and self.step.micro is not None and self.step.growing:
                 warnings.warn(
                     "a batch was left without optimizer.step(): its gradients are dropped, and it is paid for all the "
-                    "same. They do not add up over batches. Fix: one step for each batch of the loader; for larger "
+                    "same. They do not add up over batches. Fix: forward, backward and optimizer.step() for all that "
+                    "the loader yields, empty micro-batches too, one of which may be the last of its batch; for larger "
                     "batches raise batch_size, and give max_physical_batch_size for what fits into memory",
                     stacklevel=3,
                 )
@@ -210,19 +221,25 @@ class Session:
 
     # One micro-batch
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # under torch.compile of the private model
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training forward."""
         refuse_hooks(self.model)
         refuse_modes()
+        self._check_parameters()
         args, kwargs = self.internals.programs.normalise(args, kwargs)
         size = batch_size(args, kwargs)
         self._check_call(size, args, kwargs)
+        if self.micro is not None and len(self.micro.ids) == 0 and size < 2:  # rand_on_empty makes up one row
+            empty = self._run_empty(size, args, kwargs)
+            if empty is not None:
+                return empty
         setting = self.internals.programs.setting()
-        pinned = Pinned(self.model.step, self.model.policy, setting, self.contents())
-        forward = self.step.forward(pinned, size)
         if size == 0:
             args, kwargs = tree_map(self._blank, (args, kwargs))
-        program = self._program(args, kwargs, size)
+        program = self._program(args, kwargs, size)  # first: a capture may find other sites, and so another policy
+        pinned = Pinned(self.model.step, self.model.policy, setting, self.contents())
+        forward = self.step.forward(pinned, size)
         given = bind_inputs(program.base, args, kwargs)
         self.constants.check_call(program.base, given, args, kwargs, "training")
         table = self.internals.begin(self.physical, self._ids(size), self.bits)
@@ -233,7 +250,30 @@ class Session:
         apply: Any = _Run.apply
         with self._random_operators(private, table.keys.device):
             flat: tuple[Any, ...] = apply(self._anchor, call, inputs)
-        return _unpadded(program.base, private, flat, size)
+        key = (id(program), value_key(inputs.args))
+        if key not in self._outputs:
+            self._outputs[key] = [value.detach().new_zeros(()).expand(value.shape) for value in flat]
+        return _unpadded(private, flat, size)
+
+    def _run_empty(self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+        """The outputs of a micro-batch of no samples, without running a program: nothing of it would enter the sum.
+
+        None where no forward has shown the outputs of such a call yet, or where they are not plain rows.
+        """
+        if size == 0:
+            args, kwargs = tree_map(self._blank, (args, kwargs))
+        program = self._program(args, kwargs, size)
+        key = (id(program), value_key(self._padded(program, bind_inputs(program.base, args, kwargs), size)))
+        known = self._outputs.get(key)
+        if known is None or key not in self._programs:
+            return None
+        _, private = self._programs[key]
+        rows = _made_up_rows(private, known, size)
+        if rows is None:
+            return None
+        self.step.forward_empty(size)
+        apply: Any = _Empty.apply
+        return _unpadded(private, apply(self._anchor, private.differentiable, *rows), size)
 
     def contents(self) -> Hashable:
         """What the parameters hold, in a batch of several micro-batches; None in others, where no two can differ.
@@ -256,8 +296,21 @@ class Session:
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total.as_subclass(UnnoisedSum)
             self.parameters[name].summed_grad = self._sums[name]  # type: ignore[attr-defined]
 
+    def _check_parameters(self) -> None:
+        """Refuse other tensors in the place of trained parameters: they may be made of the batch."""
+        held = dict(self.internals.original.named_parameters(remove_duplicate=False))
+        other = next((name for name, parameter in self.parameters.items() if held.get(name) is not parameter), None)
+        if other is not None:
+            raise PrivateTrainingError(
+                f"parameter {other!r} of the model is not the one that make_private took, whose gradient would then be "
+                "computed at another place. Fix: no torch.func.functional_call with other tensors in private training; "
+                "after load_state_dict(assign=True), merge_and_unload() or a replaced layer, make a new optimizer and "
+                "call make_private"
+            )
+
     def _check_call(self, size: int, args: Any, kwargs: Any) -> None:
-        if size > self.physical:
+        given = None if self.micro is None else len(self.micro.ids)
+        if size > self.physical and given in (None, size):  # for other sizes see `_ids`
             raise PrivateTrainingError(
                 f"the model was called on {size} samples, but its programs hold {self.physical}: take batches from the "
                 "loader that make_private returned, or raise max_physical_batch_size"
@@ -265,7 +318,8 @@ class Session:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]):
             raise PrivateTrainingError(
                 "an input of the model requires a gradient. A private program gives none to its inputs: detach it, or "
-                "put what made it into the model"
+                "put what made it into the model. A generator that learns from this model gives its images to the "
+                "plain one, model.original"
             )
 
     def _random_operators(self, private: PrivateProgram, device: torch.device) -> AbstractContextManager[None]:
@@ -297,8 +351,8 @@ class Session:
         program: Program = self.internals.programs.get(args, kwargs, size or self.physical)
         if not program.any_batch and size not in (0, self.physical):
             raise PrivateTrainingError(
-                f"this model writes its batch size as a number, so a micro-batch of {size} cannot be padded to "
-                f"{self.physical}. Fix: take sizes from x.shape in forward()"
+                f"the graph of this model holds for one batch size only, so a micro-batch of {size} cannot be padded "
+                f"to {self.physical}: {program.bound}. Fix: take sizes from x.shape, and do not decide by them"
             )
         return program
 
@@ -307,30 +361,45 @@ class Session:
         return value.new_zeros((self.physical, *value.shape[1:])) if empty else value
 
     def _inputs(self, program: Program, given: Sequence[Any], size: int, table: LinkTable, scale: float) -> Inputs:
-        placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
-        args = [padded(node, value, size, self.physical) for node, value in zip(placeholders, given, strict=True)]
+        args = self._padded(program, given, size)
         device = table.keys.device
         real = 0 if self.micro is not None and len(self.micro.ids) == 0 else size
         live = torch.arange(self.physical, device=device) < real
         bounds = torch.tensor([bound * scale for bound in self.clipping.bounds], device=device)
         return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
 
+    def _padded(self, program: Program, given: Sequence[Any], size: int) -> list[Any]:
+        placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
+        # Programs are compiled for one layout. Views that read another one were checked in capture.
+        return [
+            tree_map(_row_major, padded(node, value, size, self.physical))
+            for node, value in zip(placeholders, given, strict=True)
+        ]
+
     def _weights(self, program: Program, table: LinkTable) -> dict[str, Tensor]:
-        """The sites' weights as low-precision products take them, where the policy asks for it; kept until a step."""
+        """The sites' weights as low-precision products take them, where the policy asks for it; kept until a step.
+
+        A weight that does not train and is rounded to nearest is kept for the whole run: `Constants` refuses changes.
+        """
+        trained = {id(parameter) for parameter in self.parameters.values()}
         weights: dict[str, Tensor] = {}
         for node in program.base.graph.nodes:
             row = program.rows.get(node.meta["site"].name) if "site" in node.meta else None
-            weight = node.args[1] if row is not None else None
-            if row is None or not isinstance(weight, fx.Node) or weight.op != "get_attr":
+            key = None if row is None else packed_key(node, row)
+            if row is None or key is None:
                 continue
-            key, value = packed_key(str(weight.target), row), read_attribute(program.base, str(weight.target))
+            held, transposed = stored_weight(node.args[1])
+            value = read_attribute(program.base, str(held.target))
             # What is written through `.data` raises no version, but a tensor that is put there has another address.
             state: tuple[Any, ...] = (value.data_ptr(), value.dtype, value.shape)
-            if low := bool(table.policy[row]):
-                state += (value._version, int(table.keys[row, 0]))
+            precision, recipe = int(table.policy[row]), self.internals.spec.recipe
+            running = recipe.running(precision)
+            if running is not None:
+                fixed = id(value) not in trained and running.weight.rounding == "nearest"
+                state += (precision, value._version, None if fixed else int(table.keys[row, 0]))
             if self._packed.get(key, (None,))[0] != state:
-                call = call_at(node, row, str(self.internals.spec.recipe))
-                packed = pack_weight(value, table.keys, call) if low else empty_packed(value, call)
+                weight = value.detach().t() if transposed else value
+                packed = pack_weight(weight, table.keys, call_at(node, row, str(recipe)), precision)
                 self._packed[key] = (state, packed, value)  # held, so that its address stays its own
             weights[key] = self._packed[key][1]
         return weights
@@ -354,12 +423,17 @@ class Session:
         trainable = {id(p): n for n, p in self.parameters.items() if p.requires_grad}
         refuse_whole_modules(program.base, trainable)
         log = self.internals.programs.log
-        pipeline.isolated(program.base, *call, log)
-        uses = find_uses(program.base, trainable)
+        base = pipeline.isolated(program.base, *call, log)
+        uses = find_uses(base, trainable)
         order = tuple(name for name in self.parameters if name in uses.parameters)
+        if not order:
+            raise PrivateTrainingError(
+                "no parameter that the optimizer trains has a gradient in this forward: they are frozen, or the model "
+                "does not use them. Fix: set requires_grad_(True), or run it under torch.no_grad()"
+            )
         recipe = str(self.internals.spec.recipe)
         places = tuple(list(self.parameters).index(name) for name in order)
-        spec = JointSpec(program.base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
+        spec = JointSpec(base, uses, self.clipping, order, places, program.rows, recipe, self.physical)
         return PrivateProgram(spec, inputs, self.internals.spec.inner, self.internals.programs.recorder, log)
 
 
@@ -439,16 +513,45 @@ class _Run(torch.autograd.Function):
         return None, None, None
 
 
-def _unpadded(base: fx.GraphModule, private: PrivateProgram, flat: Sequence[Tensor], size: int) -> Any:
+class _Empty(torch.autograd.Function):
+    """Ties outputs of no samples to autograd, so that a loss of them has a backward, which does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, differentiable: Sequence[bool], *rows: Tensor) -> tuple[Tensor, ...]:
+        outputs = tuple(value.clone() for value in rows)
+        pairs = zip(outputs, differentiable, strict=True)
+        ctx.mark_non_differentiable(*(value for value, wanted in pairs if not wanted))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        return (None,) * (2 + len(grads))
+
+
+def _made_up_rows(private: PrivateProgram, known: Sequence[Tensor], size: int) -> list[Tensor] | None:
+    """Zeros in the form of the outputs `known`, for `size` samples; None where an output is not plain rows."""
+    pairs = zip(private.axes, private.outputs, strict=True)
+    rows = []
+    for axis, value in zip((axis for axis, constant in pairs if constant is TENSOR), known, strict=True):
+        if axis is None or axis.outer != 1:
+            return None
+        shape = list(value.shape)
+        shape[axis.dim] = size * axis.inner
+        rows.append(value.new_zeros(shape))
+    return rows
+
+
+def _unpadded(private: PrivateProgram, flat: Sequence[Tensor], size: int) -> Any:
     """The model's outputs for the samples of the batch alone, in the form that the model gives them."""
-    output = next(node for node in base.graph.nodes if node.op == "output")
-    leaves, spec = tree_flatten(output.args[0])
+    graph: Any = private.spec.base.graph
+    output = graph.output_node()
+    spec = tree_structure(output.args[0])
     values = iter(flat)
     result = [
-        real_rows(next(values), axis_of(leaf), size) if constant is TENSOR else constant
-        for leaf, constant in zip(leaves, private.outputs, strict=True)
+        real_rows(next(values), axis, size) if constant is TENSOR else constant
+        for axis, constant in zip(private.axes, private.outputs, strict=True)
     ]
-    return base.graph._codegen.process_outputs(tree_unflatten(result, spec))
+    return graph._codegen.process_outputs(tree_unflatten(with_batch_loss(output, result), spec))
 
 
 def _tensors(model: nn.Module) -> tuple[Hashable, ...]:
@@ -459,6 +562,10 @@ def _tensors(model: nn.Module) -> tuple[Hashable, ...]:
         (name, first.setdefault(id(t), name), tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad)
         for name, t in named
     )
+
+
+def _row_major(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def padded(node: fx.Node, value: Any, size: int, physical: int) -> Any:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpquant_compile.errors import IsolationError
+from dpquant_compile.passes.batch.own_rules import backward_names
 from dpquant_compile.passes.private.joint_facts import INPUT, TENSOR, JointFacts, keep_facts
 from dpquant_compile.passes.runner import PassResult
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, Tracing
@@ -167,7 +168,8 @@ def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
     """Refuse an autograd graph that contains a backward which is neither PyTorch's nor this library's.
 
     Guarantee: a second check behind `verify_isolation`, which proves forwards. All operators that are differentiated
-    here have derivatives that isolate samples as their forwards do.
+    here have derivatives that isolate samples as their forwards do; of operators with a rule of the user, the rule
+    claims that too.
     """
     stack: list[Any] = [output.grad_fn for output in outputs]
     seen: set[Any] = set()
@@ -177,7 +179,8 @@ def refuse_custom_backwards(outputs: Sequence[Tensor]) -> None:
             continue
         seen.add(node)
         name = type(node).__name__
-        if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_dpquant_"):
+        known = ("GeneratedBackwardFor_dpquant_", *backward_names())
+        if isinstance(node, BackwardCFunction) and not name.startswith(known):
             raise IsolationError(
                 f"the model has a backward of its own, {name}, and nothing proves that it keeps samples apart. Fix: "
                 "write it in torch operators in forward(), or keep it out of the model."

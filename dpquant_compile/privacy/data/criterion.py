@@ -4,17 +4,17 @@ DP-SGD clips what one sample adds to the gradient, so that must depend on this s
 ensure it: the mean of `nn.CrossEntropyLoss(weight=w)`, or with an `ignore_index`, divides by a sum over the batch.
 """
 
-import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.losses import OnField, own_reduction, signature_of, with_reduction
+from dpquant_compile.passes.private.drop_batch_loss import BatchLoss
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.call_structure import CallStructure
 from dpquant_compile.privacy.constants import FrozenValues, changed, check_names, named_arguments
@@ -72,19 +72,13 @@ class PrivateCriterion(nn.Module):
         self._set: dict[str, Any] = {}
         self._structure: CallStructure | None = None
         self._frozen: FrozenValues | None = None
-        self._settable = hasattr(self.criterion, "reduction")  # else `reduction` is a keyword of the call
-        self._signature = _signature(self.criterion)
+        self._signature = signature_of(self._inner)
         self._defaults = {n: p.default for n, p in self._signature.parameters.items()} if self._signature else {}
-        if not self._settable and "reduction" not in self._defaults:
-            raise PrivacySpecError(
-                f"{self._name} has no reduction that can be set to 'none', so the loss of each sample is not known. "
-                "Fix: give a module with an attribute, or a function with a keyword, `reduction` that can be 'none'"
-            )
-        if reduction is None:
-            reduction = self.criterion.reduction if self._settable else self._defaults["reduction"]
+        own = own_reduction(self.criterion)
+        reduction = own if reduction is None else reduction
         if reduction not in REDUCTIONS:
             raise PrivacySpecError(f"reduction={reduction!r} of {self._name}: give one of {', '.join(REDUCTIONS)}")
-        if reduction == "mean" and (isinstance(self.criterion, nn.CTCLoss) or self.criterion is F.ctc_loss):
+        if reduction == "mean" and (isinstance(self._inner, nn.CTCLoss) or self._inner is F.ctc_loss):
             raise PrivacySpecError("the mean of a CTC loss divides by target lengths; give reduction='sum' or 'none'")
         if any(p.requires_grad for p in self.parameters()):
             raise PrivacySpecError(
@@ -165,7 +159,7 @@ class PrivateCriterion(nn.Module):
             return
 
         def sizes(name: str, leaf: Any) -> tuple[Any, ...] | None:
-            if leaf is _ITEMS:
+            if leaf is _ITEMS or isinstance(leaf, BatchLoss):
                 return ()
             dim = None if name.endswith("weight") else _batch_dim(leaf, size)  # weights may be as many by chance
             return None if dim is None else (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
@@ -184,8 +178,20 @@ class PrivateCriterion(nn.Module):
         """Whether an argument is a list with one entry per sample; entries may be of any kind, as rows may."""
         if not isinstance(value, list | tuple) or len(value) != size:
             return False
-        rows = all(_batch_dim(leaf, size) is not None for leaf in tree_leaves(value))
+        leaves = [leaf for leaf in tree_leaves(value) if leaf is not None and not isinstance(leaf, BatchLoss)]
+        rows = all(_batch_dim(leaf, size) is not None for leaf in leaves)
         return self._by_item.setdefault(name, not rows)
+
+    def _rows(self, name: str, value: Any, rows: list[int], size: int) -> Any:
+        """An argument for some of the samples."""
+        if self._has_items(name, value, size):
+            return [value[i] for i in rows]
+
+        def chosen(leaf: Any) -> Any:
+            dim = None if name.endswith("weight") else _batch_dim(leaf, size)  # weights may be as many by chance
+            return leaf if dim is None else leaf[:, rows] if dim else leaf[rows]
+
+        return tree_map(chosen, value)
 
     def _shares(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Losses [B, ...] scaled so that their sum over a sample is the sample's own loss."""
@@ -198,23 +204,23 @@ class PrivateCriterion(nn.Module):
         return f"{self._name}, reduction={self.reduction!r}"
 
     @property
+    def _inner(self) -> Any:
+        """The loss itself, where the criterion is a loss of one field of the output."""
+        return self.criterion.criterion if isinstance(self.criterion, OnField) else self.criterion
+
+    @property
     def _name(self) -> str:
-        return str(getattr(self.criterion, "__name__", type(self.criterion).__name__))
+        return str(getattr(self._inner, "__name__", type(self._inner).__name__))
 
     def _unreduced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not self._settable:
-            return self.criterion(*args, **kwargs, reduction="none")
-        # A shallow copy for each call: it shares buffers and mode with the user's criterion, which is not changed.
-        criterion = copy.copy(self.criterion)
-        criterion.reduction = "none"
-        return criterion(*args, **kwargs)
+        return with_reduction(self.criterion, "none", args, kwargs)
 
     def _with_rows(self, losses: Any, inputs: list[Any]) -> Tensor:
         """`losses`, which must be a tensor with one row for each sample."""
         known = self.samples()
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        # The second tensor is the target: losses on sequences may have the batch second in the first one.
-        wanted = {known} if known is not None else {len(x) for x in tensors[:2] if x.ndim > 0}
+        tensors = [[leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.ndim > 0] for x in inputs]
+        # The second argument is the target: losses on sequences may have the batch second in the first one.
+        wanted = {known} if known is not None else {len(leaves[0]) for leaves in tensors[:2] if leaves}
         if isinstance(losses, Tensor) and losses.ndim > 0 and len(losses) in wanted:
             return losses
         got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
@@ -227,7 +233,7 @@ class PrivateCriterion(nn.Module):
     def _counted(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Which positions of the loss count: all that the criterion does not ignore."""
         call = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **kwargs}
-        ignore = getattr(self.criterion, "ignore_index", call.get("ignore_index"))
+        ignore = getattr(self._inner, "ignore_index", call.get("ignore_index"))
         target = call.get("target", args[1] if len(args) > 1 else None)
         # A target of another shape, or of floating point, holds class probabilities: no position is ignored.
         if ignore is None or target is None or target.shape != losses.shape or target.is_floating_point():
@@ -236,12 +242,12 @@ class PrivateCriterion(nn.Module):
 
     def _compare_with_parts(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         size = len(losses)
-        names = [*self._defaults, *[""] * len(args)]
+        names = [name for name, _ in named_arguments(self._signature, args, kwargs)]  # those of `args` come first
         tolerance = max(1e-4, 4 * torch.finfo(losses.dtype).eps)
         scale = float(losses.nan_to_num(0, 0, 0).abs().max()) if losses.numel() else 0.0
         for rows in (list(range((size + 1) // 2)), list(range(1, size, 2))):
-            some_args = [_rows(name, x, rows, size) for name, x in zip(names, args, strict=False)]
-            some_kwargs = {name: _rows(name, x, rows, size) for name, x in kwargs.items()}
+            some_args = [self._rows(name, x, rows, size) for name, x in zip(names, args, strict=False)]
+            some_kwargs = {name: self._rows(name, x, rows, size) for name, x in kwargs.items()}
             whole = losses[rows]
             try:
                 with torch.no_grad():
@@ -264,13 +270,6 @@ class PrivateCriterion(nn.Module):
 _ITEMS = object()  # stands for a list with one entry per sample
 
 
-def _signature(criterion: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(criterion.forward if isinstance(criterion, nn.Module) else criterion)
-    except (TypeError, ValueError):  # builtins have none
-        return None
-
-
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call may have a backward."""
     return torch.is_grad_enabled() and any(
@@ -283,11 +282,3 @@ def _batch_dim(leaf: Any, size: int) -> int | None:
     if not isinstance(leaf, Tensor):
         return None
     return next((dim for dim in range(min(leaf.ndim, 2)) if leaf.shape[dim] == size), None)
-
-
-def _rows(name: str, x: Any, rows: list[int], size: int) -> Any:
-    """The argument `x` for some of the samples."""
-    if isinstance(x, Tensor) and x.ndim > 0 and not name.endswith("weight"):  # weights may be as many by chance
-        dim = _batch_dim(x, size)
-        return x if dim is None else x[:, rows] if dim else x[rows]
-    return [x[i] for i in rows] if isinstance(x, list | tuple) and len(x) == size else x

@@ -5,10 +5,12 @@ Plain batches do not show this, so the loader reports it to a listener.
 """
 
 import copy
+import math
 import operator
 import os
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.privacy.accelerate_guard import PreparedForAccelerate
 from dpquant_compile.privacy.mechanism.secret_bits import uniform_numbers
 
 __all__ = [
@@ -30,6 +33,8 @@ __all__ = [
     "PrivateLoader",
     "SecurePoissonSampler",
     "SharedUniform",
+    "holds_batch",
+    "micro_batches",
     "private_loader",
     "secure_uniform",
 ]
@@ -42,6 +47,7 @@ class MicroBatch:
     ids: Tensor  # int64 [b], dataset indices of the samples; b may be 0
     first: bool  # the first micro-batch of its logical (Poisson) batch
     last: bool  # the last one: the optimizer steps after it
+    divided: bool = True  # samples of its logical batch are in more than one micro-batch
 
 
 # Called with each micro-batch before the loop gets it, and with None when an iteration ends for any reason.
@@ -83,6 +89,33 @@ class SharedUniform:
         return uniform_numbers(self._stream.update(bytes(8 * n)))
 
 
+RARE = 1e-12  # a Poisson batch does not fit into its micro-batches with a smaller probability than this
+
+
+def holds_batch(samples: int, sample_rate: float, size: int) -> bool:
+    """Whether a Poisson batch out of `samples` has at most `size` of them, but for a probability below `RARE`.
+
+    By Chernoff's bound on the binomial tail, P(at least k) ≤ exp(−samples · KL(k/samples ‖ sample_rate)).
+    """
+    if size >= samples:
+        return True
+    share = (size + 1) / samples
+    if share <= sample_rate:
+        return False
+    rest = (1 - share) * math.log((1 - share) / (1 - sample_rate)) if share < 1 else 0.0
+    return samples * (share * math.log(share / sample_rate) + rest) >= -math.log(RARE)
+
+
+def micro_batches(samples: int, sample_rate: float, limit: int) -> int:
+    """How many micro-batches of `limit` each Poisson batch is cut into: the fewest that hold all but `RARE` ones.
+
+    Guarantee: the number depends on public numbers alone, so how many micro-batches a loop sees says nothing about the
+    samples. A batch that is larger has more; nothing is ever left out.
+    """
+    counts = range(1, math.ceil(samples / limit) + 1)
+    return next(count for count in counts if holds_batch(samples, sample_rate, count * limit))
+
+
 class SecurePoissonSampler(Sampler[list[int]]):
     """Opacus' `UniformWithReplacementSampler` with `bits(n)` in place of `torch.rand(n)`."""
 
@@ -119,20 +152,39 @@ class _Share:
 class _Splitter(Sampler[list[int]]):
     """The batch sampler of a `PrivateLoader`: cuts logical batches, and queues the announcement of each micro-batch.
 
+    Each logical batch is cut into `pieces` micro-batches, the last of which may be empty; one that is larger has more.
+    Without `pieces` it has as many as it needs.
+
     Workers fetch ahead of the loop, but the loader yields batches in the order they were drawn, so a queue matches
     announcements to batches. Each iteration has its own queue: what an abandoned one drew ahead stays in it.
     """
 
-    def __init__(self, batches: Iterable[Iterable[Any]], steps: int, limit: int | None) -> None:
+    def __init__(self, batches: Iterable[Iterable[Any]], steps: int, limit: int | None, pieces: int | None) -> None:
         self.batches = batches
         self.steps = steps
         self.limit = limit
+        self.pieces = pieces
+        self.open = False  # whether the loader is beginning an iteration
         self.queue: deque[MicroBatch] = deque()
 
     def __len__(self) -> int:
-        return self.steps
+        if self.pieces is None:
+            raise TypeError(
+                "this private loader has no length: the sizes of its batch sampler's batches are not known. Fix: give "
+                "the batch sampler an attribute batch_size, the most samples of a batch; `loader.steps` is the number "
+                "of optimizer steps"
+            )
+        return self.steps * self.pieces
 
     def __iter__(self) -> Iterator[list[int]]:
+        if not self.open:
+            raise PrivateTrainingError(
+                "another data loader was made of a private one (its batch_sampler), as accelerate's "
+                "skip_first_batches, Lightning's samplers and BatchMemoryManager do. Its batches would reach the model "
+                "unannounced, and without privacy amplification by sampling. Fix: iterate over the loader that "
+                "make_private returned, which cuts batches to max_physical_batch_size by itself; "
+                "dpquant_compile.integrations has what trainers need"
+            )
         self.queue = deque()
         return self._cut(self.queue)
 
@@ -148,10 +200,11 @@ class _Splitter(Sampler[list[int]]):
                     "Fix: sample without replacement, or with poisson_sampling=True"
                 )
             size = self.limit or max(len(ids), 1)
-            for start in range(0, max(len(ids), 1), size):
-                cut = ids[start : start + size]
-                last = start + size >= len(ids)
-                queue.append(MicroBatch(torch.tensor(cut, dtype=torch.int64), first=start == 0, last=last))
+            cuts = [ids[start : start + size] for start in range(0, len(ids), size)]
+            cuts += [[]] * ((self.pieces or 1) - len(cuts))
+            for place, cut in enumerate(cuts):
+                last = place + 1 == len(cuts)
+                queue.append(MicroBatch(torch.tensor(cut, dtype=torch.int64), place == 0, last, len(ids) > size))
                 yield cut
 
 
@@ -199,12 +252,18 @@ class _Collate:
         )
 
 
-class PrivateLoader(DataLoader[Any]):
+class PrivateLoader(PreparedForAccelerate, DataLoader[Any]):
     """A data loader that yields micro-batches, and announces each to `listener`. Made by `private_loader`.
 
     One iteration is live at a time: `iter(loader)` ends the previous one, whose iterator then raises when it is
     advanced. The listener gets None exactly once for each iteration that had begun, before the next one's first
-    micro-batch. `len(loader)` counts logical batches, that is, optimizer steps.
+    micro-batch.
+
+    steps                   logical batches of an iteration, that is, optimizer steps
+    micro_batches_per_step  into how many micro-batches each is cut, some of which may be empty; None where the sizes of
+                            batches are not known
+    len(loader)             the product: how many batches an iteration yields. A Poisson batch that does not fit, which
+                            has a probability below `RARE`, yields more
 
     Guarantee: `hooks.pay` is called before the loop reads a logical batch, and the listener gets each micro-batch
     before the loop does. Workers may fetch ahead; what they fetched does not reach the loop before it is paid for.
@@ -224,10 +283,14 @@ class PrivateLoader(DataLoader[Any]):
         self.size = len(source.dataset)  # type: ignore[arg-type]
         self.expected_batch_size = max(1, self.size // len(source))  # not int(N · q), which rounding can put one lower
         self.max_physical_batch_size = splitter.limit
+        self.steps = splitter.steps
+        self.micro_batches_per_step = splitter.pieces
         self._splitter = splitter
         self._listener = listener
         self._turn = 0  # the number of iterators made so far
         self._running = False  # whether the newest of them has begun and not ended
+        self._done = False  # whether it has handed out its last batch
+        self._live: Callable[[], Generator[Any] | None] = lambda: None
         self.draws_ahead = False  # whether workers hold batches that the loop has not asked for yet
         kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
         # By name: in `PoissonLoader`, super() is DPDataLoader, which would make its own sampler.
@@ -245,20 +308,27 @@ class PrivateLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own private class
         self._end()
         self._turn += 1
-        return self._iterate(self._turn)
+        batches = self._iterate(self._turn)
+        self._live = weakref.ref(batches)  # a loop that is left ends the iteration by letting go of it
+        return batches
 
-    def _iterate(self, turn: int) -> Iterator[Any]:
+    def _iterate(self, turn: int) -> Generator[Any]:
         self._check(turn)
-        self._running = True
+        self._running, self._done = True, False
         try:
             self._hooks.begin_epoch()
             self._hooks.pay()
-            batches = super().__iter__()
+            self._splitter.open = True
+            try:
+                batches = super().__iter__()
+            finally:
+                self._splitter.open = False
             self.draws_ahead = self.num_workers > 0
-            queue, left = self._splitter.queue, self._splitter.steps - 1
+            queue, left = self._splitter.queue, self.steps - 1
             for batch in batches:
                 micro = queue.popleft()
                 self._listener(micro)
+                self._done = micro.last and left == 0
                 yield batch
                 self._check(turn)
                 if micro.last and left > 0:
@@ -268,6 +338,20 @@ class PrivateLoader(DataLoader[Any]):
         finally:
             if turn == self._turn:  # else the later iter() has announced the end
                 self._end()
+
+    def finish(self) -> None:
+        """End the iteration if it has handed out its last batch, as a loop does that asks for one more.
+
+        Trainers count batches, and never ask.
+        """
+        live = self._live()
+        if self._running and self._done and live is not None:
+            next(live, None)
+
+    def leave(self) -> None:
+        """End the iteration where it is, as `break` does; its iterator raises when it is advanced."""
+        self._end()
+        self._turn += 1
 
     def check_not_ahead(self) -> None:
         """Refuse to change the randomness while workers hold batches that were drawn with the old one."""
@@ -287,7 +371,7 @@ class PrivateLoader(DataLoader[Any]):
 
     def _end(self) -> None:
         if self._running:
-            self._running = self.draws_ahead = False
+            self._running = self._done = self.draws_ahead = False
             self._listener(None)
 
 
@@ -312,7 +396,7 @@ def private_loader(
 
     With `poisson_sampling`, batches are drawn as Opacus' `DPDataLoader` draws them: int(1/q) batches an epoch, each
     sample in each of them with probability q = 1/len(data_loader). Else they are the batches of `data_loader`. All
-    micro-batches of a batch are full except the last; a batch of no samples is one empty micro-batch.
+    batches have the same number of micro-batches (see `micro_batches`): full ones, at most one in part, empty ones.
 
     The randomness is `sampler_bits` (n -> n uniform numbers, see `secure_uniform`), else `generator`, else that of
     `data_loader`, else a new generator seeded from torch's global one. Without Poisson sampling the user's own sampler
@@ -329,8 +413,13 @@ def private_loader(
     generator = generator or data_loader.generator
     if not poisson_sampling:
         batches: Any = data_loader.batch_sampler
-        splitter = _Splitter(batches, steps, limit)
-        return PrivateLoader(data_loader, splitter, data_loader.collate_fn, generator, listener, hooks or Hooks())
+        largest = _largest(batches, n)
+        pieces = 1 if limit is None else None if largest is None else math.ceil(largest / limit)
+        splitter = _Splitter(batches, steps, limit, pieces)
+        collate: Any = data_loader.collate_fn
+        if pieces is not None and pieces > 1:  # the last batch may be smaller
+            collate = _Collate(collate, data_loader.dataset, batch_first, rand_on_empty)
+        return PrivateLoader(data_loader, splitter, collate, generator, listener, hooks or Hooks())
     sampler = data_loader.sampler
     if isinstance(sampler, DistributedSampler):
         raise PrivacySpecError(
@@ -348,11 +437,24 @@ def private_loader(
         batches = SecurePoissonSampler(n, 1 / steps, sampler_bits)
     else:
         batches = UniformWithReplacementSampler(num_samples=n, sample_rate=1 / steps, generator=generator)
-    splitter = _Splitter(_Share(batches) if distributed else batches, len(batches), limit)
+    # The largest share of the dataset, so that all processes take the same number.
+    share = math.ceil(n / torch.distributed.get_world_size()) if distributed else n
+    pieces = 1 if limit is None else micro_batches(share, 1 / steps, limit)
+    splitter = _Splitter(_Share(batches) if distributed else batches, len(batches), limit, pieces)
     collate = _Collate(data_loader.collate_fn, data_loader.dataset, batch_first, rand_on_empty)
     loader = PoissonLoader(data_loader, splitter, collate, generator, listener, hooks or Hooks())
     loader.distributed = distributed
     return loader
+
+
+def _largest(batches: Any, n: int) -> int | None:
+    """The most samples in a batch of a batch sampler, as far as it says."""
+    size = getattr(batches, "batch_size", None)
+    if type(size) is int and size > 0:
+        return min(size, n)
+    if isinstance(batches, Sequence):
+        return max((len(batch) for batch in batches), default=None)
+    return None
 
 
 def _sizes(data_loader: DataLoader[Any]) -> tuple[int, int]:

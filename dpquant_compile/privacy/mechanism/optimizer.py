@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.privacy.accelerate_guard import PreparedForAccelerate
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import is_number
 from dpquant_compile.privacy.clipping.runtime import Session
@@ -29,7 +30,7 @@ class Account(Protocol):
         """Take note of noised sums that are about to be used."""
 
 
-class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no types
+class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc]  # Opacus has no types
     """Wraps any torch optimizer: noise, the public divisor, accounting, and the steps of logical batches.
 
     A step within a logical batch does nothing; the one at its end spends privacy, adds noise once, divides by the
@@ -100,6 +101,16 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
             "which "
             "step is the last. Fix: give max_physical_batch_size to make_private, and leave BatchMemoryManager out"
         )
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` did nothing, since its micro-batch was not the last of its logical batch."""
+        return bool(self._is_last_step_skipped)
+
+    @property
+    def optimizer(self) -> "PrivateOptimizer":
+        """Itself: accelerate looks here for the optimizer of a learning-rate scheduler."""
+        return self
 
     def clip_and_accumulate(self) -> None:
         """Nothing: backward has done it."""
@@ -211,7 +222,8 @@ class PrivateOptimizer(DPOptimizer):  # type: ignore[misc]  # Opacus has no type
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; the sums of a logical batch that is under way stay."""
-        if not self.session.step.divided:
+        step = self.session.step
+        if not (step.begun or step.incomplete):
             self.session.drop_sums()
         self.original_optimizer.zero_grad(set_to_none)
         # Gradients that are gone need no watching; their memory is free for the next ones.

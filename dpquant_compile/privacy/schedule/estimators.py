@@ -101,8 +101,8 @@ class PerSample:
 
     sharded: ClassVar[bool] = True
     expected_samples: ClassVar[int] = 512
-    clip: float = 0.5
-    sigma: float = 2.0
+    clip: float = 0.1
+    sigma: float = 8.0
     repetitions: int = 1
 
     def sensitivity(self, adjacency: str = "add_remove") -> float:

@@ -1,13 +1,13 @@
 """Probes: what a model's per-sample losses would be under other policies, at fixed weights, forward only.
 
-The graph runs once in full precision and keeps every value. For a policy only what lies behind its sites is run again.
-A weight's rounding is drawn anew for each small group of samples, so that a score does not depend on one draw. Which
-group a sample is in, and all its random bits, are secret and drawn for this sample alone, so no sample can move
-another's loss, and nobody can tell samples by how they were rounded.
+The graph runs once with no site in low precision and keeps every value. For a policy only what lies behind its sites is
+run again. A weight that is rounded at random is drawn anew for each small group of samples, so that a score does not
+depend on one draw. Which group a sample is in, and all its random bits, are secret and drawn for this sample alone, so
+no sample can move another's loss, and nobody can tell samples by how they were rounded.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, fold
-from dpquant_compile.numerics.recipe import Recipe
+from dpquant_compile.numerics.recipe import Precision, Recipe
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.fx_utils import bind_inputs
@@ -33,7 +33,7 @@ from dpquant_compile.privacy.data.poisson_loader import PrivateLoader
 from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["Batch", "Probe", "draw_batch", "unpack_pair"]
+__all__ = ["Batch", "Probe", "draw_batch", "unpack_batch"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,21 @@ class Batch:
     groups: Tensor
 
 
-def unpack_pair(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """The default way to read a batch: (input, target)."""
+def unpack_batch(batch: Any, given: Collection[str] = ()) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The default way to read a batch: (input, target), or a mapping of the model's arguments with its "labels".
+
+    Labels are the target. The model gets them too if it did in training: `given` names the arguments of its calls.
+    """
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return (batch[0],), {}, batch[1]
+    if isinstance(batch, Mapping) and "labels" in batch:
+        kwargs = {name: value for name, value in batch.items() if name != "labels" or name in given}
+        return (), kwargs, batch["labels"]
+    what = f"mapping with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
     raise PrivacySpecError(
-        f"the loader gives a {type(batch).__name__} that is no (input, target) pair, so an analysis does not know how "
-        "to call the model: pass unpack= to Scheduler, a function from a batch to (args, kwargs, target)"
+        f"the loader gives a {what}, and an analysis does not know how to call model and loss on it. Fix: give (input, "
+        'target) pairs, or the model\'s arguments by name with "labels" among them; or pass unpack= to Scheduler, a '
+        "function from a batch to (args, kwargs, target)"
     )
 
 
@@ -106,10 +114,10 @@ class Probe:
         self._losses = losses
         self._step = step
         self._batches = 0  # how many have been measured
-        self._proved: set[int] = set()
+        self._proved: dict[int, fx.GraphModule] = {}
 
     def differences(self, batch: Batch, policies: Sequence[frozenset[str]]) -> Tensor:
-        """loss(policy) − loss(full precision) for each sample and policy: [B, len(policies)]."""
+        """loss(policy) − loss(no site in low precision) for each sample and policy: [B, len(policies)]."""
         model = self._internals.original
         was = {module: module.training for module in model.modules()}
         refuse_hooks(self._session.model)
@@ -138,8 +146,8 @@ class Probe:
         constants.check_read(program.base, read, self._session.parameters, "analysis")
         if id(program) not in self._proved:
             constants.check_attributes(program.attributes)
-            pipeline.isolated(program.base, args, kwargs, programs.log)
-            self._proved.add(id(program))
+            self._proved[id(program)] = pipeline.isolated(program.base, args, kwargs, programs.log)
+        base = self._proved[id(program)]
         names = [name for name, _ in sorted(program.rows.items(), key=lambda item: item[1])]
         bits = self._session.bits
         keys = bits.site_keys(self._step, names)
@@ -147,15 +155,15 @@ class Probe:
         size = len(batch.ids)
         if not program.any_batch and size != self._physical:
             raise PrivacySpecError(
-                f"this model writes its batch size as a number, so {size} samples cannot be padded to "
-                f"{self._physical}. Fix: take sizes from x.shape in forward()"
+                f"the graph of this model holds for one batch size only, so {size} samples cannot be padded to "
+                f"{self._physical}: {program.bound}. Fix: take sizes from x.shape, and do not decide by them"
             )
         missing = self._physical - size
         ids = bits.sample_ids(self._step, torch.cat([batch.ids, torch.full((missing,), -1, dtype=torch.int64)]))
         # Padding is with the last group, whose rounding it then shares.
         groups = torch.cat([batch.groups, batch.groups[-1:].expand(missing)])
-        run = _Run(program.base, program.rows, recipe, keys, ids, groups, size)
-        placeholders = [node for node in program.base.graph.nodes if node.op == "placeholder"]
+        run = _Run(base, program.rows, recipe, keys, ids, groups, size)
+        placeholders = [node for node in base.graph.nodes if node.op == "placeholder"]
         values = zip(placeholders, given, strict=True)
         run.start([padded(node, value, size, self._physical) for node, value in values])
         return run
@@ -166,7 +174,7 @@ class Probe:
 
 
 class _Run(fx.Interpreter):
-    """One batch through one graph: in full precision once, and then what changes under a policy."""
+    """One batch through one graph: with no site in low precision once, and then what changes under a policy."""
 
     def __init__(
         self,
@@ -199,7 +207,7 @@ class _Run(fx.Interpreter):
         return FULL_SITE.forward(x, weight, bias, shapes, call)
 
     def start(self, inputs: Sequence[Any]) -> None:
-        """Full precision."""
+        """No site in low precision."""
         self.run(*(_by_pixel(value) for value in inputs), enable_io_processing=False)
         self.values = dict(self.env)
 
@@ -216,8 +224,14 @@ class _Run(fx.Interpreter):
             if node.op == "output":
                 continue
             self.env = changed
-            changed[node] = self._low(node) if site in chosen else self.run_node(node)
+            changed[node] = self._site(node, Precision.LOW) if site in chosen else self.run_node(node)
         return changed
+
+    def run_node(self, n: fx.Node) -> Any:
+        other = Recipe.parse(self._recipe).other
+        if "site" in n.meta and n.meta["site"].name in self._rows and other != Precision.FULL:
+            return self._site(n, other)
+        return super().run_node(n)
 
     def outputs(self, values: dict[fx.Node, Any]) -> Any:
         """The model's outputs, in the form it gives them."""
@@ -230,14 +244,19 @@ class _Run(fx.Interpreter):
     def _real(self, node: fx.Node, value: Any) -> Any:
         return real_rows(value, axis_of(node), self._size) if isinstance(value, Tensor) else value
 
-    def _low(self, node: fx.Node) -> Tensor:
-        """A site in low precision, group by group."""
+    def _site(self, node: fx.Node, precision: Precision) -> Tensor:
+        """A site at a precision that is not full; group by group where the weight is rounded at random."""
         row = self._rows[node.meta["site"].name]
-        spec = call_at(node, row, self._recipe)
+        call = call_at(node, row, self._recipe)
+        spec = call.running(precision)
+        assert spec is not None
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
-        low = choose_kernel(spec, x.device).kernel.arithmetic
+        kernel = choose_kernel(call, x.device).kernel.arithmetic
         with plain_dtypes(x):
-            return self._by_group(spec, partial(self._product, low, spec, weight, bias), x.to(weight.dtype))
+            x = x.to(weight.dtype)
+            if spec.recipe.weight.rounding == "nearest":
+                return kernel.forward(x, weight, bias, spec, Streams(self._keys, self._ids))
+            return self._by_group(spec, partial(self._product, kernel, spec, weight, bias), x)
 
     def _by_group(self, spec: SiteCall, product: Callable[[int, Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         marks = self._group.tolist()

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError, listing
 from dpquant_compile.policy import Policy
 from dpquant_compile.privacy.accounting.accountants import composed_epsilon
@@ -15,7 +18,7 @@ from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.engine import PrivacyEngine
 from dpquant_compile.privacy.schedule.estimators import ADJACENCIES, Estimator, Setting, default_batches, make_estimator
 from dpquant_compile.privacy.schedule.history import EpochRecord, History
-from dpquant_compile.privacy.schedule.probe import Batch, draw_batch, unpack_pair
+from dpquant_compile.privacy.schedule.probe import Batch, draw_batch, unpack_batch
 from dpquant_compile.privacy.schedule.selection import NORMALISATIONS, draw, lowest, probabilities
 
 __all__ = ["MODES", "Chooser", "Scheduler"]
@@ -55,7 +58,8 @@ class Scheduler:
     beta           β: how strongly low scores are preferred; infinity is mode "greedy"
     normalise      "minmax" as published, or "rank"
     adjacency      "add_remove" or "replace_one": for which the noise of an analysis is scaled
-    unpack         from a batch of the loader to (args, kwargs, target)
+    unpack         from a batch of the loader to (args, kwargs, target); by default (input, target), or a mapping of
+                   the model's arguments whose "labels" are the target
     logs           get a record of every epoch, with ε at `delta`: see `watch`
 
     Guarantee: scores are released with noise, and each analysis is in the ledger before it reads data. Policies are
@@ -81,7 +85,7 @@ class Scheduler:
         beta: float = 10.0,
         normalise: str = "minmax",
         adjacency: str = "add_remove",
-        unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]] = unpack_pair,
+        unpack: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any], Any]] | None = None,
         logs: Sequence[Any] = (),
         delta: float = 1e-5,
         seed: int = 0,
@@ -91,7 +95,7 @@ class Scheduler:
         self.world = engine.run.world
         self.mode, self.epochs, self.n_interval = mode, epochs, n_interval
         self.ema, self.beta, self.normalise, self.adjacency, self.seed = ema, beta, normalise, adjacency, seed
-        self._unpack = unpack
+        self._unpack = unpack or self._default_unpack
         self._logs, self._delta = tuple(logs), delta
         self.estimator: Estimator = make_estimator(
             estimator, repetitions=repetitions, sigma=sigma_measure, clip=clip_measure
@@ -100,6 +104,7 @@ class Scheduler:
         self.n_sample = n_sample if n_sample is not None else default_batches(self.estimator, physical)
         self.sample_rate = min(1.0, self.n_sample / math.ceil(size / physical))
         self._check()
+        self._find_sites()
         self.policies = self._named(policies)
         self.k = self._count(k, policies is not None)
         self._static = None if static is None else self._fixed(static)
@@ -134,6 +139,7 @@ class Scheduler:
 
     def step(self) -> Policy:
         """End an epoch: analyse if due, and set the policy of the next. After the last epoch nothing changes."""
+        self.run.end_epoch()
         if self.run.session.micro is not None:
             raise PrivateTrainingError(
                 "scheduler.step() inside the loop over the loader: an analysis costs privacy, and is meant for the end "
@@ -226,6 +232,9 @@ class Scheduler:
             self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
         self._state.analyses += 1
 
+    def _default_unpack(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        return unpack_batch(batch, self.run.session.constants.given("training"))
+
     def _probe(self, setting: Setting) -> Iterator[Batch]:
         """The probe batch; for an analysis on all processes, this process' share of it."""
         run, world = self.run, setting.world
@@ -244,11 +253,6 @@ class Scheduler:
     # Checking
 
     def _check(self) -> None:
-        if self.run.session.internals.programs.provisional:
-            raise PrivacySpecError(
-                "the sites of this model are known only after it has seen a batch. Fix: pass example_inputs= to "
-                "compile(), or call model.capture(batch) before making the scheduler"
-            )
         if isinstance(self.mode, str) and self.mode not in MODES:
             raise PrivacySpecError(
                 f"mode={self.mode!r}: choose one of {', '.join(MODES)}, or give an object with choose()"
@@ -271,6 +275,25 @@ class Scheduler:
                 f"mode={self.mode!r} measures losses, so the scheduler needs the loss: give criterion= to make_private"
             )
 
+    def _find_sites(self) -> None:
+        """Capture a model whose sites are known only with its graph, on zeros in the shapes of a batch.
+
+        Guarantee: no contents of the data are read, only shapes and types of the first record, which the loader knows.
+        """
+        run = self.run
+        if not run.session.internals.programs.provisional:
+            return
+        assert run.loader.collate_fn is not None
+        try:
+            args, kwargs, _ = self._unpack(run.loader.collate_fn([]))
+            run.session.model.capture(*tree_map(_two_rows, args), **tree_map(_two_rows, kwargs))
+        except Exception as error:
+            raise PrivacySpecError(
+                "the sites of this model are known only with its graph, and it cannot be captured on a batch of zeros: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. Fix: pass unpack= to "
+                "Scheduler, a function from a batch to (args, kwargs, target), or example_inputs= to compile()"
+            ) from error
+
     def _warn_of_target(self) -> None:
         """Warn if the whole run, as far as its length is known, costs more than the ledger's target.
 
@@ -283,7 +306,7 @@ class Scheduler:
             return
         # If the scheduler does not know the last epoch, an analysis may follow that one too.
         analyses = (epochs - (self.epochs is not None)) // self.n_interval if self._measures else 0
-        sigma, steps = run.optimizer.noise_multiplier, epochs * len(run.loader)
+        sigma, steps = run.optimizer.noise_multiplier, epochs * run.loader.steps
         spends = [Entry("training", "subsampled_gaussian", run.sample_rate, sigma, steps)]
         if analyses:
             spends.append(Entry("analysis", "subsampled_gaussian", self.sample_rate, self.estimator.sigma, analyses))
@@ -359,3 +382,8 @@ class Scheduler:
         self.history.load_state_dict(state["history"])
         self._untold = self.history[-1]
         self.run.session.model.set_policy(state["policy"])
+
+
+def _two_rows(value: Any) -> Any:
+    """A tensor of an empty batch, with two rows of zeros."""
+    return value.new_zeros((2, *value.shape[1:])) if isinstance(value, Tensor) and value.dim() > 0 else value

@@ -1,7 +1,7 @@
 """The int8 backend: each product is, bit for bit, exact arithmetic on the reference's codes, for any geometry."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,14 +13,17 @@ from torch import Tensor, nn
 import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
+from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of
 from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forward_table
-from dpquant_compile.backends.cpu_int8.sized_call import FORMATS, Sizes, sized_call, sizes_of, table_of
+from dpquant_compile.backends.cpu_int8.sized_call import Sizes, sized_call, sizes_of, table_of
 from dpquant_compile.backends.cpu_int8.weights import packing
-from dpquant_compile.backends.ops.site import axis_list, site_call
+from dpquant_compile.backends.ops.site import axis_list, site_arguments, site_call
 from dpquant_compile.backends.reference.emulated import key_of
 from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.explain import explain
+from dpquant_compile.numerics import integers
+from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import from_samples, quantize_parts, to_samples
 from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.numerics.recipe import Recipe
@@ -30,7 +33,11 @@ from tests.support.private import clipped_sums, made_private
 
 KERNEL: Any = cpu_int8.CPU_INT8.arithmetic
 KEYS = site_keys(3, 1, ("site",))
-NAMES = ("luq_fp4", "uniform4")
+# One format for all operands, in every rounding and granularity, and recipes that mix them.
+FOUR_BIT = ("luq_fp4", "uniform4", "uniform4.nearest", "int4", "int4.nearest", "int4.channel", "int4.nearest.block")
+MIXED = ("int4.nearest,int4.nearest,luq_fp4", "int4.nearest.channel,int4.nearest.block,int4.channel")
+MIXED += ("int4.block,int4.nearest.channel,int4.nearest.channel", "int4.nearest.channel,int8.nearest,luq_fp4")
+NAMES = (*FOUR_BIT, "int8", "int8.nearest", *MIXED)
 CONVS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
@@ -48,18 +55,22 @@ class Case:
     streams: Streams
 
     def parts(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes as float64, in the shape of the tensor, and units [B]."""
+        """Codes as float64, in the shape of the tensor, and units [B]: a sample's codes have one unit."""
         if name == "weight":
-            key, only = self.streams.keys[0, 1], torch.zeros(1, dtype=torch.int64)
-            q, unit = quantize_parts(self.weight, self.call.recipe.format, key, only, None, 1)
-            return q[0].double(), unit.flatten()
+            spec, only = self.call.recipe.weight, torch.zeros(1, dtype=torch.int64)
+            rows = self.weight.flatten(1)
+            dim = 0 if spec.scale == "channel" else 1
+            q, unit = one_unit(spec, rows[None], *quantize_parts(rows, spec, self.streams.keys[0, 1], only, None, dim))
+            return q[0].reshape(self.weight.shape), unit
         value, role, axis = {
             "x": (self.x, "input", self.call.axis),
             "grad": (self.grad, "grad_output", self.call.output_axis),
         }[name]
-        key = key_of(role, self.call, self.streams)
-        q, unit = quantize_parts(value, self.call.recipe.format, key, self.streams.samples, axis, 1)
-        return from_samples(q, axis, value.shape).double(), unit.flatten()
+        key, dim = key_of(role, self.call, self.streams), -1 if self.call.geometry is None else 1
+        spec = self.call.recipe.of(role)
+        found = quantize_parts(value, spec, key, self.streams.samples, axis, dim)
+        q, unit = one_unit(spec, to_samples(value, axis), *found)
+        return from_samples(q, axis, value.shape), unit
 
     def operands(self) -> tuple[Operand, Operand, Tensor]:
         x = KERNEL.operand(self.x, "input", self.call, self.streams)
@@ -81,6 +92,22 @@ class Case:
                 for v, d in zip(xs, grads, strict=True)
             ]
         )
+
+
+def one_unit(spec: OperandSpec, view: Tensor, q: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels and the steps of their groups as codes of one unit per sample, which all steps are multiples of.
+
+    That unit is the 7 · 8th, 7 · 16th (in blocks) or 15 · 8th part of the largest magnitude, in 16 bits rounded up.
+    """
+    if spec.scale == "sample":
+        return q.double(), unit.flatten()
+    flat = torch.where(view.abs() < 2.0**-126, 0.0, view).flatten(1)
+    signed = (flat < 0).any(1)
+    parts = torch.where(signed, 7.0 * (16 if spec.scale == "block" else 8), 15.0 * 8)
+    own = integers._unit(flat.abs().amax(1), parts)
+    multipliers = unit.expand_as(q).flatten(1).double() / own[:, None].double()
+    assert torch.equal(multipliers, multipliers.round()) and multipliers.min() >= 1
+    return (q.flatten(1).double() * multipliers).reshape(q.shape), own
 
 
 def conv_case(
@@ -142,11 +169,13 @@ def check(case: Case) -> None:
     unit = (ux * ug).reshape(-1, *[1] * (grads.dim() - 1))
     kept = as_weight(KERNEL.sample_grads(x, grad, shapes, call, case.streams), shapes.weight)
     assert torch.equal(kept, grads.float() * unit)
-    squares, sizes = grads.flatten(1).square().sum(1), sizes_of(shapes, call)
+    squares, sizes, sized = grads.flatten(1).square().sum(1), sizes_of(shapes, call), sized_call(shapes, call)
     source = table_of(shapes, call, sizes).source
     for way in ("gram", "direct"):
         found = torch.empty(shapes.batch, dtype=torch.float64)
-        native.load()(f"norms_{way}", sizes.problem(FORMATS[call.recipe.format]), x.codes, grad.codes, source, found)
+        native.load()(
+            f"norms_{way}", sizes.problem(sized.x_codes, sized.grad_codes), x.codes, grad.codes, source, found
+        )
         assert torch.equal(found, squares), way
     norms = KERNEL.sample_norms(x, grad, shapes, "gram", call, case.streams)
     true = squares * (ux.double() * ug.double()).square()
@@ -216,10 +245,11 @@ def test_tiles_across_samples_are_exact(batch: int) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("fmt", ["luq_fp4", "int8.nearest", "int4.channel", "int4.nearest.channel", "int4.block"])
 @pytest.mark.parametrize("channels", [3, 40, 600])
-def test_layouts_are_rounded_alike(channels: int) -> None:
+def test_layouts_are_rounded_alike(channels: int, fmt: str) -> None:
     """Codes do not depend on how a tensor lies in memory: by channel, by pixel, in part of another."""
-    plain = conv_case("luq_fp4", 6, channels, 4, (5, 4), (1, 1), (1, 1), (0, 0), (1, 1), 1, 2)
+    plain = conv_case(fmt, 6, channels, 4, (5, 4), (1, 1), (1, 1), (0, 0), (1, 1), 1, 2)
     wider = torch.empty(6, channels + 3, 5, 4).contiguous(memory_format=torch.channels_last)
     by_column = torch.empty(6, channels, 4, 5).transpose(2, 3)
     expected = KERNEL.operand(plain.x, "input", plain.call, plain.streams)
@@ -233,27 +263,29 @@ def test_layouts_are_rounded_alike(channels: int) -> None:
 def test_the_extremes_do_not_overflow(fmt: str) -> None:
     """All codes at their largest, alike and opposed: no 16-bit sum may wrap, at any depth."""
     for sign in (1.0, -1.0):
-        case = conv_case(fmt, 2, 64, 20, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 0)
-        case = Case(
-            case.call, case.shapes, torch.ones_like(case.x), sign * torch.ones_like(case.weight),
-            torch.ones_like(case.grad), case.streams,
-        )  # fmt: skip
-        check(case)
+        check(extreme(fmt, sign))
 
 
-def test_long_contractions_are_split() -> None:
-    width = 600_000
-    case = linear_case("luq_fp4", (2, width), BatchAxis(0), 3, 0)
+def extreme(fmt: str, sign: float) -> Case:
+    case = conv_case(fmt, 2, 64, 20, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 0)
+    x, weight, grad = torch.ones_like(case.x), sign * torch.ones_like(case.weight), torch.ones_like(case.grad)
+    return Case(case.call, case.shapes, x, weight, grad, case.streams)
+
+
+@pytest.mark.parametrize(("fmt", "width"), [("luq_fp4", 600_000), ("int8.nearest", 200_000)])
+def test_long_contractions_are_split(fmt: str, width: int) -> None:
+    case = linear_case(fmt, (2, width), BatchAxis(0), 3, 0)
     case = Case(case.call, case.shapes, torch.ones(2, width), torch.ones(3, width), case.grad, case.streams)
     x, _, packed = case.operands()
     y = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
-    # 2^18 products of 64 · 64 pass 2^30, and with the zero point 2^31.
-    assert torch.equal(y, torch.full((2, 3), float(width)))
+    # 2^18 products of 64 · 64 pass 2^30, and with the zero point 2^31; of 127 · 127, 2^17 do.
+    assert torch.allclose(y, torch.full((2, 3), float(width)), rtol=2**-14, atol=0)
 
 
+@pytest.mark.parametrize("fmt", ["luq_fp4", "int8.nearest", MIXED[1]])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_sample_that_is_not_finite_stays_alone(bad: float) -> None:
-    case = conv_case("luq_fp4", 3, 5, 6, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 4)
+def test_a_sample_that_is_not_finite_stays_alone(bad: float, fmt: str) -> None:
+    case = conv_case(fmt, 3, 5, 6, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 4)
     before = KERNEL.product(*_pick(case, 0, 2), None, case.shapes, case.call, case.streams)
     case.x[1, 2, 3, 3] = bad
     x, grad, packed = case.operands()
@@ -270,9 +302,10 @@ def _pick(case: Case, *which: int) -> tuple[Any, Any]:
     return tuple(operands[i] for i in which)  # type: ignore[return-value]
 
 
-def test_samples_do_not_see_each_other() -> None:
+@pytest.mark.parametrize("fmt", NAMES)
+def test_samples_do_not_see_each_other(fmt: str) -> None:
     """Codes, products and norms of a sample are the same alone and in a batch."""
-    case = conv_case("luq_fp4", 4, 8, 9, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 1, 5)
+    case = conv_case(fmt, 4, 8, 9, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 1, 5)
     x, grad, packed = case.operands()
     together = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
     norms = KERNEL.sample_norms(x, grad, case.shapes, "gram", case.call, case.streams)
@@ -286,8 +319,9 @@ def test_samples_do_not_see_each_other() -> None:
         assert torch.equal(own[0], norms[i])
 
 
-def test_threads_change_nothing() -> None:
-    case = conv_case("luq_fp4", 5, 20, 40, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), 1, 6)
+@pytest.mark.parametrize("fmt", ["luq_fp4", "int8", MIXED[1], MIXED[2]])
+def test_threads_change_nothing(fmt: str) -> None:
+    case = conv_case(fmt, 5, 20, 40, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), 1, 6)
     found = []
     before = torch.get_num_threads()
     try:
@@ -325,6 +359,10 @@ def test_kernels_for_older_processors_agree(
         check(conv_case("luq_fp4", 3, 20, 18, (7, 6), (3, 3), (2, 1), (1, 1), (1, 1), 1, 7))
         check(conv_case("luq_fp4", 5, 16, 40, (9, 9), (3, 3), (1, 1), (1, 1), (1, 1), 2, 7))
         check(linear_case("uniform4", (3, 4, 21), BatchAxis(0), 9, 8))
+        for fmt in ("int8.nearest", *MIXED):
+            check(conv_case(fmt, 3, 20, 18, (7, 6), (3, 3), (2, 1), (1, 1), (1, 1), 1, 7))
+            check(extreme(fmt, 1.0))
+            check(extreme(fmt, -1.0))
     finally:
         for cached in (sized_call, packing):
             cached.cache_clear()
@@ -354,15 +392,15 @@ def test_explain_says_native_or_why_not() -> None:
     for fmt in ("fp8_e5m2", "fp4_e2m1"):
         other = dpq.compile(nn.Linear(4, 4), budget=1, format=fmt).train()
         (row,) = other.explain()
-        assert not row.native and "emulated" in row.kernel and f"computes luq_fp4 and uniform4, not {fmt}" in row.note
+        assert not row.native and "emulated" in row.kernel and f"int8, not {fmt}" in row.note
     (row,) = dpq.compile(nn.Linear(4, 4).double(), budget=1).train().explain()
     assert not row.native and "emulated" in row.kernel and "its weight is torch.float64" in row.note
 
 
 def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = dpq.compile(nn.Linear(4, 4), budget=1).train()
+    model, spec = dpq.compile(nn.Linear(4, 4), budget=1).train(), Recipe.of_format("luq_fp4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    text = str(explain(model.sites, model.policy, CompileSpec(1, Recipe()), torch.device("cuda"), training=True))
+    text = str(explain(model.sites, model.policy, CompileSpec(1, spec), torch.device("cuda"), training=True))
     assert "not used yet: fp8 by torch._scaled_mm" in text and "never run on a GPU" in text
     assert "reference (emulated)" in text and "not cpu_int8: for the CPU only" in text
 
@@ -372,6 +410,13 @@ def test_it_is_what_auto_takes() -> None:
     assert choose_kernel(call, torch.device("cpu")).kernel.backend == "cpu_int8"
 
 
+def coded(text: str) -> Codes:
+    found = codes_of(OperandSpec.parse(text))
+    assert found is not None
+    return found
+
+
+LUQ, INT8 = coded("luq_fp4"), coded("int8")
 CALL = site_call("linear", 0, 0, "luq_fp4/none/cpu_int8", axis_list(BatchAxis(0), BatchAxis(0)))
 
 
@@ -392,7 +437,7 @@ def test_norms_of_terms_that_cancel_are_exact(places: int) -> None:
     exact = grad[0].double().t() @ x[0].double()
     shapes = Shapes((1, places, width), (width, width), (1, places, width), 1)
     sizes = sizes_of(shapes, CALL)
-    problem, source = sizes.problem(FORMATS["luq_fp4"]), table_of(shapes, CALL, sizes).source
+    problem, source = sizes.problem(LUQ, LUQ), table_of(shapes, CALL, sizes).source
     found = torch.empty(1, dtype=torch.float64)
     for way in ("gram", "direct"):
         codes = [torch.cat([(v + 64).to(torch.uint8).flatten(), torch.zeros(64, dtype=torch.uint8)]) for v in (x, grad)]
@@ -402,10 +447,13 @@ def test_norms_of_terms_that_cancel_are_exact(places: int) -> None:
 
 def test_gram_is_not_taken_where_its_sums_could_overflow() -> None:
     small = Sizes(8, 64, 128, 64, 128, 1, 9)
-    assert cpu_int8.norm_method(small) == "gram"
+    assert cpu_int8.norm_method(small, LUQ, LUQ) == "gram"
     large = Sizes(8, 1 << 12, 1 << 15, 1 << 12, 1 << 15, 1, 1)
     assert large.features * large.channels * (4096 * large.pixels) ** 2 >= 2**63
-    assert cpu_int8.norm_method(large) == "direct"
+    assert cpu_int8.norm_method(large, LUQ, LUQ) == "direct"
+    # Larger codes overflow sooner.
+    between = Sizes(8, 1 << 7, 1 << 10, 1 << 7, 1 << 10, 1, 9)
+    assert cpu_int8.norm_method(between, LUQ, LUQ) == "gram" and cpu_int8.norm_method(between, INT8, INT8) == "direct"
 
 
 @pytest.mark.parametrize("places", [2, 8])
@@ -445,3 +493,22 @@ def test_the_default_dtype_changes_nothing() -> None:
         finally:
             torch.set_default_dtype(torch.float32)
     assert found[0] and all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("fmt", NAMES)
+def test_a_transposed_weight_is_exact_and_its_sum_lies_as_the_parameter_does(fmt: str) -> None:
+    case = linear_case(fmt, (4, 6, 40), BatchAxis(0), 33, 5)
+    turned = replace(case, weight=case.weight.t().contiguous().t())
+    check(turned)
+    x, grad, packed = case.operands()
+    y, same = (KERNEL.product(x, w, None, case.shapes, case.call, case.streams) for w in (packed, turned.operands()[2]))
+    assert torch.equal(y, same)
+    rest = site_arguments((torch.tensor([1]), KEYS, case.streams.samples), case.call)
+    for weight, strides in ((case.weight, (40, 1)), (turned.weight, (1, 33))):
+        total = torch.ops.dpquant.weighted_grad(
+            x=case.x, codes=x.codes, unit=x.unit, grad=case.grad, grad_codes=grad.codes, grad_unit=grad.unit,
+            weight=weight, factors=torch.linspace(0.2, 1, 4), **rest,
+        )  # fmt: skip
+        assert total.stride() == strides
+        expected = KERNEL.weighted_grad(x, grad, torch.linspace(0.2, 1, 4), case.shapes, case.call, case.streams)
+        assert torch.equal(total, expected)

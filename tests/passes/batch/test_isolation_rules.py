@@ -16,7 +16,7 @@ from dpquant_compile.passes.batch import isolation_rules
 from dpquant_compile.passes.batch.isolation_rules import Rows, Shared, tensors
 from dpquant_compile.passes.batch.verify_isolation import Mixed, _Isolation
 from dpquant_compile.sites import BatchAxis
-from tests.support.batch_functions import ANYWHERE, EVERYWHERE, EXACT, LOST, MOVED, B, data, samples
+from tests.support.batch_functions import ANYWHERE, EVERYWHERE, EXACT, LOST, MOVED, B, data, positions, samples
 from tests.support.models import (
     Attention,
     BatchNormNet,
@@ -156,7 +156,7 @@ def check(function: Callable[[Tensor], Any], x: Tensor, axis: BatchAxis, drawn: 
 DRAWN = [
     *"native_dropout rand_like randn_like uniform_ normal_ bernoulli_ bernoulli alpha_dropout dropout".split(),
     *"randint_like exponential_ random_ log_normal_ cauchy_ geometric_ normal poisson rrelu_with_noise".split(),
-    *("bernoulli_ by place", "multinomial"),
+    *("bernoulli_ by place", "multinomial", "fractional_max_pool2d", "fractional_max_pool3d"),
 ]
 
 
@@ -172,6 +172,34 @@ def test_what_is_isolated_is_found_and_what_is_not_is_mixed() -> None:
         assert set(check(function, data((B, *shape)), BatchAxis(0), drawn=name in DRAWN)) == {axis}, name
     for function, shape in [*((f, (B, 4, 4)) for f in LOST.values()), *((f, (B, 4)) for f in MOVED.values())]:
         assert all(isinstance(state, Mixed) for _, state in states(function, data(shape), BatchAxis(0)))
+
+
+POSITIONS: dict[str, Callable[[], Tensor]] = {
+    "rows of their own": lambda: torch.arange(2 * B)[:, None, None].expand(2 * B, 5, 5) % 6,
+    "two rows in turns": lambda: torch.stack((positions(5), 5 - positions(5))).repeat_interleave(B, 0),
+    "no multiple": lambda: positions(5)[None].expand(2 * B - 1, 5, 5),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_that_may_differ_between_samples_are_not_taken_for_shared(name: str) -> None:
+    def picked(x: Tensor) -> Tensor:
+        index = POSITIONS[name]()
+        return x.view(B * 2, 5, 6)[: len(index)].gather(-1, index)
+
+    (found,) = check(picked, data((B, 2, 5, 6)), BatchAxis(0))
+    assert isinstance(found, Mixed)
+
+
+def test_a_chance_multiple_of_the_batch_is_no_batch() -> None:
+    heads = torch.linspace(0, 1, 5)
+    for certain, expected in ((True, Shared(BatchAxis(0, 1, 2))), (False, None)):
+        tracker = _Isolation(B, certain)
+        tracker.enter(heads, "heads")
+        tracker.at(fx.Graph().placeholder("x"))
+        with tracker:
+            made = heads[None].expand(2 * B, 5)
+        assert tracker.state_of(made) == expected
 
 
 def _partly_written(a: Tensor, b: Tensor, n: int) -> Tensor:

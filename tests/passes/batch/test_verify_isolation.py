@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Callable[[Of, Tensor], Any], str]] = {
     "write": (_writes, "aten.mean reduces over the batch.*'running'.*do not keep data of samples"),
     "write view": (_writes_view, "one sample is picked.*'running'"),
     "place": (lambda s, x: x + torch.eye(6)[:, :1, None], "a row of its own for each place"),
-    "no rule": (lambda s, x: torch.linalg.pinv(x), "no rule follows.*add a rule for aten.*batch_rules"),
+    "no rule": (lambda s, x: torch.linalg.pinv(x), "no rule follows.*register_batch_rule"),
 }  # fmt: skip
 
 

@@ -142,18 +142,21 @@ def test_recurrent_layers_are_skipped(kind: Any) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda self, x: x @ self.w,
-        lambda self, x: torch.matmul(x, self.w.t()),
-        lambda self, x: x.mm(self.w),
-        lambda self, x: torch.addmm(self.b, x, self.w),
-        lambda self, x: torch.einsum("bi,oi->bo", x, self.w),
+        lambda self, x: x @ self.w[None],
+        lambda self, x: x.mm(self.w * 2),
+        lambda self, x: torch.einsum("bi,oi->bio", x, self.w),
         lambda self, x: F.bilinear(x, x, self.w[None]),
     ],
-    ids=["@", "matmul", "mm", "addmm", "einsum", "bilinear"],
+    ids=["a stack", "computed", "einsum", "bilinear"],
 )
 def test_products_with_a_parameter_are_skipped(function: Any) -> None:
     (skip,) = found(Plain(function)).skipped
-    assert "no linear; write it as F.linear or nn.Linear" in skip.reason
+    assert "no product of the batch with one matrix; write it as F.linear" in skip.reason
+
+
+def test_a_weight_that_the_batch_chooses_is_skipped() -> None:
+    (skip,) = found(Plain(lambda self, x: torch.bmm(self.w[x[:, :, None].argmax(1)], x[:, :, None]))).skipped
+    assert (skip.name, skip.op) == ("w", "bmm") and "chosen by the batch" in skip.reason
 
 
 def test_products_of_activations_are_nobodys_business() -> None:

@@ -93,15 +93,15 @@ def test_gdp_plans_training_alone():
 @pytest.mark.parametrize(
     ("args", "analyses", "rate", "sigma"),
     [
-        ({}, 29, 4 / 391, 2.0),
+        ({}, 29, 4 / 391, 8.0),
         ({"estimator": "paper"}, 29, 1 / 391, 0.5),
-        ({"epochs": 5, "n_interval": 2}, 2, 4 / 391, 2.0),
-        ({"epochs": 4, "n_interval": 2}, 1, 4 / 391, 2.0),
+        ({"epochs": 5, "n_interval": 2}, 2, 4 / 391, 8.0),
+        ({"epochs": 4, "n_interval": 2}, 1, 4 / 391, 8.0),
         ({"epochs": 2, "n_interval": 2}, 0, 0.0, 0.0),
         ({"analyses": 7, "n_sample": 2, "sigma_measure": 3.0}, 7, 2 / 391, 3.0),
-        ({"max_physical_batch_size": 2048}, 29, 1 / 25, 2.0),
-        ({"batch_size": 64}, 29, 8 / 782, 2.0),
-        ({"dataset_size": 300}, 29, 1.0, 2.0),
+        ({"max_physical_batch_size": 2048}, 29, 1 / 25, 8.0),
+        ({"batch_size": 64}, 29, 8 / 782, 8.0),
+        ({"dataset_size": 300}, 29, 1.0, 8.0),
     ],
 )
 def test_conventions(monkeypatch, args, analyses, rate, sigma):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpquant_compile.numerics.recipe import recipe_names
 from dpquant_compile.privacy.clipping import joint_graph as trace
 from tests.support import models
 from tests.support.neighbouring_batches import (
@@ -32,7 +33,17 @@ from tests.support.private import made_private
 
 pytestmark = pytest.mark.slow  # each case traces a private program
 
-FORMATS = ("luq_fp4", "fp8_e5m2", "uniform4", "fp4_e2m1", "fp4_e2m1_nv")
+FORMATS = ("luq_fp4", "fp8_e5m2", "uniform4", "fp4_e2m1", "fp4_e2m1_nv", "int4.nearest.channel", "int8")
+# Formats, roundings and granularities, one for all operands.
+SPECS = (
+    "luq_fp4.nearest",
+    "uniform4.nearest",
+    "fp8_e4m3",
+    "fp8_e4m3.nearest",
+    "fp4_e2m1.nearest",
+    "fp4_e2m1_nv.nearest",
+)
+SPECS += ("int8", "int8.nearest", "int4", "int4.nearest", "int4.channel", "int4.block", "int4.nearest.block")
 
 # Models
 
@@ -95,6 +106,26 @@ def test_every_way_to_the_norms(name: str, method: str, monkeypatch: pytest.Monk
 def test_quantized_gradients_by_every_way(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "choose_method", lambda *args: method)
     check_policies(make_replay("mixed", quantize_outputs="all"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_and_both_sides_of_the_switch(recipe: str, backend: str) -> None:
+    replay = make_replay("mixed", recipe=recipe, backend=backend, high="int8", inner="eager")
+    check_policies(replay, FEW)  # all sites high, and all low
+    replay.model.set_policy(["conv"])
+    check_replay(replay, FEW)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_rounding_and_granularity(spec: str) -> None:
+    replay = make_replay("mixed", format=spec, backend="auto", inner="eager", policy="all")
+    check_replay(replay, FEW)
+
+
+@pytest.mark.parametrize("name", ["tied text", "folds", "attention", "residual", "conv grouped", "conv conv1d"])
+def test_the_default_recipe_wherever_samples_lie(name: str) -> None:
+    check_replay(make_replay(name, recipe="int4", backend="auto", inner="eager", policy="all"), FEW)
 
 
 @pytest.mark.parametrize("backend", ["compiled", "auto"])

@@ -10,9 +10,10 @@ from torch.utils.data import TensorDataset
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping import runtime as session_module
+from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 from tests.support import models
-from tests.support.private import made_private
+from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
 from tests.support.private_loops import (
     CLASSES,
     FEATURES,
@@ -46,6 +47,24 @@ def test_contents_of_parameters_are_read_only_where_a_batch_is_divided(
     monkeypatch.setattr(session_module, "fingerprint", noted)
     assert train(run) == 24 // physical
     assert len(read) == times * len(trained) and {id(value) for value in read} <= trained
+
+
+def test_micro_batches_without_samples_run_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made(max_physical_batch_size=3, optimizer=still)
+    sizes, programs = [], []
+    forward = PrivateProgram.run_forward
+    monkeypatch.setattr(PrivateProgram, "run_forward", lambda own, inputs: programs.append(1) or forward(own, inputs))
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(x)
+        assert output.shape == (len(x), CLASSES) and output.requires_grad and output.dtype == torch.float32
+        loss = run.criterion(output.mul_(2.0), y)
+        loss.backward()
+        assert len(x) > 0 or loss == 0
+        run.optimizer.step()
+        sizes.append(len(x))
+    assert len(sizes) == len(run.loader) and 0 in sizes
+    assert len(programs) == sum(size > 0 for size in sizes) + (sizes[0] == 0)
 
 
 @pytest.mark.slow
@@ -225,9 +244,9 @@ def test_weights_are_rounded_once_per_step_and_site(monkeypatch: pytest.MonkeyPa
     rounded = []
     own = session_module.pack_weight
 
-    def counted(weight: Tensor, keys: Tensor, call: Any) -> Tensor:
+    def counted(weight: Tensor, keys: Tensor, call: Any, precision: int) -> Tensor:
         rounded.append(tuple(weight.shape))
-        return own(weight, keys, call)
+        return own(weight, keys, call, precision)
 
     monkeypatch.setattr(session_module, "pack_weight", counted)
     run = made(policy="all", max_physical_batch_size=2)
@@ -289,3 +308,132 @@ def test_an_input_made_of_the_batch_is_refused() -> None:
     x = torch.randn(5, 4)
     with pytest.raises(PrivateTrainingError, match=r"'context'.*without a row per sample"):
         compiled(x, x.mean(0))
+
+
+# Shapes
+
+
+class Flattened(nn.Module):
+    """Gives the rows of all positions in one dimension, so that a sample has as many rows as it has positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).reshape(-1, 3)
+
+
+def test_lengths_may_vary_where_positions_are_rows_of_the_output() -> None:
+    model, _, _ = made_private(Flattened(), 5, inner="eager", private={"varying_shapes": True})
+    for samples, length in ((3, 7), (4, 9), (3, 7), (5, 2), (4, 9)):
+        x = torch.randn(samples, length, 4)
+        y = model(x)
+        torch.testing.assert_close(y, nn.functional.linear(x, model.fc.weight, model.fc.bias).reshape(-1, 3))
+        model.__dict__["_private"].drop_sums()
+
+
+def test_a_model_that_decides_by_its_batch_size_is_refused_with_its_line() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).relu() if x.shape[0] < 16 else self.fc(x)
+
+    model, _, _ = made_private(Deciding(), 5, inner="eager")
+    with pytest.raises(PrivateTrainingError, match=r"by its batch size \(test_runtime.py:\d+: .*\[0\] < 16"):
+        model(torch.randn(3, 4))
+
+
+def test_a_region_without_gradients_gives_no_gradient_and_no_noise() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = self.scale(x)
+            return self.fc(x) * scale
+
+    model, _, engine = made_private(Partly(), 5, inner="eager")
+    model(torch.randn(3, 4)).sum().backward()
+    assert engine.session.used == {"fc.weight", "fc.bias"}
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+        assert not torch.is_grad_enabled()
+
+
+def test_parameters_that_were_swapped_are_refused() -> None:
+    """Others may be made of the batch."""
+    run = made()
+    x, y = next(iter(run.loader))
+    bias = run.model.fc.bias.detach() + x.mean()
+    with pytest.raises(PrivateTrainingError, match=r"parameter 'fc\.bias' .*functional_call"):
+        torch.func.functional_call(run.model, {"fc.bias": bias}, (x,))
+    run.criterion(run.model(x), y).backward()
+    run.optimizer.step()
+
+
+def test_torch_compile_around_a_private_model_changes_nothing() -> None:
+    results = []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+        run = made()
+        model = wrap(run.model)
+        for x, y in run.loader:
+            run.optimizer.zero_grad()
+            run.criterion(model(x), y).backward()
+            run.optimizer.step()
+        results.append(models.state(run.model))
+    assert_same(*results)
+
+
+class Pairs(nn.Module):
+    """A discriminator of pairs: a record and what a generator made beside it; gives [B, 2]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = Net()
+
+    def forward(self, real: Tensor, fake: Tensor) -> Tensor:
+        return torch.cat((self.judge(real)[:, :1], self.judge(fake)[:, :1]), 1)
+
+
+def test_a_pair_of_real_and_generated_rows_is_one_record() -> None:
+    model, pair = models.seeded(Pairs), [torch.randn(5, FEATURES), torch.randn(5, FEATURES)]
+    private, _, _ = made_private(model, 6)
+    assert_close(clipped_sums(private, pair), reference_sums(model, pair))
+
+
+def test_a_generator_learns_from_the_plain_model_between_private_steps() -> None:
+    """What its backward leaves in the parameters is cleared by zero_grad(), or refused."""
+    generator = nn.Linear(2, FEATURES)
+    run = made(models.seeded(Pairs), criterion=nn.BCEWithLogitsLoss())
+    batches = iter(run.loader)
+
+    def discriminate() -> None:
+        x, _ = next(batches)
+        fake = generator(torch.randn(len(x), 2))
+        with pytest.raises(PrivateTrainingError, match=r"model\.original"):
+            run.model(x, fake)
+        run.criterion(run.model(x, fake.detach()), torch.tensor([1.0, 0.0]).expand(len(x), 2)).backward()
+        run.optimizer.step()
+
+    discriminate()
+    run.model.original.judge(generator(torch.randn(4, 2))).sum().backward()
+    assert generator.weight.grad is not None and generator.weight.grad.any()
+    with pytest.raises(PrivateTrainingError, match=r"has a gradient that did not come through the private program"):
+        discriminate()
+    run.optimizer.zero_grad()
+    discriminate()
+
+
+def test_generated_rows_appended_to_the_batch_are_refused() -> None:
+    run = made(max_physical_batch_size=24)
+    batches = iter(run.loader)  # held: who drops it leaves the loop, and goes on by hand
+    x = next(batch for batch, _ in batches if len(batch) > 1)
+    for more in (1, 24):
+        with pytest.raises(PrivateTrainingError, match=r"each row of a private batch is one sample"):
+            run.model(torch.cat([x, torch.randn(more, FEATURES)]))

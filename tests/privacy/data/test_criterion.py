@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy.data.criterion import PrivateCriterion
 
 B, C, T = 6, 4, 5
@@ -321,3 +321,43 @@ def test_class_weights_are_no_rows_where_there_are_as_many() -> None:
 def test_check_allows_the_rounding_of_low_precision() -> None:
     outputs = _normal(64, 100).bfloat16()
     PrivateCriterion(nn.CrossEntropyLoss())(outputs, _classes(64, high=100))
+
+
+# Outputs with fields
+
+
+def _by_field(output: Any, target: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(output["logits"], target, reduction=reduction)
+
+
+def _mixed_field(output: Any, target: Tensor, reduction: str = "mean") -> Tensor:
+    return F.cross_entropy(output["logits"] - output["logits"].mean(0), target, reduction=reduction)
+
+
+def test_output_with_fields_is_compared_with_its_parts() -> None:
+    logits, target = FLAT
+    output = {"logits": logits, "states": (logits, None)}
+    torch.testing.assert_close(PrivateCriterion(_by_field)(output, target), F.cross_entropy(logits, target))
+    with pytest.raises(PrivacySpecError, match="_mixed_field mixes samples"):
+        PrivateCriterion(_mixed_field)(output, target)
+
+
+def test_as_many_fields_as_samples_are_no_samples() -> None:
+    logits, target = FLAT[0][:2], FLAT[1][:2]
+
+    def first(output: Any, target: Tensor, reduction: str = "mean") -> Tensor:
+        return F.cross_entropy(output[0], target, reduction=reduction)
+
+    for output in ((logits, 0 * logits), (logits, None)):
+        torch.testing.assert_close(PrivateCriterion(first)(output, target), F.cross_entropy(logits, target))
+
+
+def test_fields_of_the_output_are_pinned() -> None:
+    logits, target = FLAT[0].clone().requires_grad_(), FLAT[1]
+    criterion = PrivateCriterion(_by_field)
+    criterion.pin({})
+    criterion({"logits": logits}, target)
+    with pytest.raises(PrivateTrainingError, match="other keys"):
+        criterion({"logits": logits, "more": logits}, target)
+    with pytest.raises(PrivateTrainingError, match=r"input \"output\['logits'\]\" of the criterion has rows of shape"):
+        criterion({"logits": torch.cat([logits, logits], 1)}, target)

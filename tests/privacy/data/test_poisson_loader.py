@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from scipy.stats import binom
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -18,13 +19,20 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
 )
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
-from dpquant_compile.privacy.data.poisson_loader import MicroBatch, SecurePoissonSampler, private_loader, secure_uniform
+from dpquant_compile.privacy.data.poisson_loader import (
+    MicroBatch,
+    SecurePoissonSampler,
+    micro_batches,
+    private_loader,
+    secure_uniform,
+)
 from tests.support.loaders import Heard, N, Own, indices, logical, make
 
 
@@ -41,14 +49,16 @@ def test_batches_are_those_of_opacus_in_pieces(limit: int | None, workers: int) 
     for _ in range(2):  # the generator goes on from epoch to epoch
         heard.all.clear()
         batches = logical(loader, heard)
-        assert len(batches) == len(loader) == len(opacus) == 5
+        assert len(batches) == loader.steps == len(opacus) == 5
+        assert len(loader) == 5 * (loader.micro_batches_per_step or 0) == len([micro for micro in heard.all if micro])
         assert batches == [indices(batch) for batch in opacus]
         assert all(batch == sorted(set(batch)) for batch in batches)
 
 
-def test_empty_batches_are_one_micro_batch_of_none() -> None:
+def test_empty_batches_are_micro_batches_of_none() -> None:
     heard = Heard()
     loader = make(DataLoader(Own(3), batch_size=1), heard, max_physical_batch_size=2)
+    assert loader.micro_batches_per_step == 2
     sizes = []
     for _ in range(20):
         heard.all.clear()
@@ -243,7 +253,7 @@ def test_each_sample_is_drawn_with_the_sample_rate() -> None:
         heard.all.clear()
         for batch in logical(loader, heard):
             counts[batch] += 1
-    draws, q = epochs * len(loader), loader.sample_rate
+    draws, q = epochs * loader.steps, loader.sample_rate
     deviations = (counts - draws * q) / (draws * q * (1 - q)) ** 0.5
     assert deviations.abs().max() < 4.5
     assert 0.5 < deviations.square().mean() < 1.7  # as wide as independent draws make it
@@ -257,8 +267,10 @@ def test_own_batches_are_split_likewise(workers: int, drop_last: bool) -> None:
     loader = make(source, heard, poisson_sampling=False, max_physical_batch_size=3)
     assert not isinstance(loader, DPDataLoader)
     assert logical(loader, heard) == [indices(batch) for batch in source]
-    assert len(loader) == len(source) and loader.sample_rate == 1 / len(source)
+    assert loader.steps == len(source) and loader.sample_rate == 1 / len(source)
+    assert len(loader) == 3 * len(source) == len([m for m in heard.all if m])
     assert [len(m.ids) for m in heard.all if m][:6] == [3, 3, 1, 3, 3, 1]
+    assert drop_last or [len(m.ids) for m in heard.all if m][-3:] == [3, 2, 0]
     assert [(m.first, m.last) for m in heard.all if m][:4] == [
         (True, False),
         (False, False),
@@ -347,19 +359,23 @@ def test_randomness_comes_from_the_loader_or_the_global_generator() -> None:
     assert draw(DataLoader(Own(), batch_size=8)) != draw(DataLoader(Own(), batch_size=8))
 
 
-def test_processes_share_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [None, 1])
+def test_processes_share_each_batch(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DataLoader(Own(), batch_size=2)
     whole_heard = Heard()
     whole = logical(make(source, whole_heard), whole_heard)
-    shares = []
+    shares, lengths = [], set()
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     for rank in range(3):
         monkeypatch.setattr(torch.distributed, "get_rank", functools.partial(int, rank))
         heard = Heard()
-        shares.append(logical(make(source, heard, distributed=True), heard))
+        loader = make(source, heard, distributed=True, max_physical_batch_size=limit)
+        shares.append(logical(loader, heard))
+        lengths.add((len(loader), len([micro for micro in heard.all if micro])))
     assert [len(share) for share in shares] == [20] * 3  # empty parts are steps too
     assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == whole
     assert any(not part for share in shares for part in share)
+    assert len(lengths) == 1 and len(set(*lengths)) == 1  # all take the same number of micro-batches
 
 
 def test_settings_of_the_loader_are_kept() -> None:
@@ -428,3 +444,81 @@ def test_bits_without_poisson_sampling_are_refused() -> None:
 def test_a_sampler_of_a_part_is_refused() -> None:
     with pytest.raises(PrivacySpecError, match=r"SubsetRandomSampler.*Subset"):
         make(DataLoader(Own(), batch_size=8, sampler=SubsetRandomSampler(range(20))))
+
+
+# A fixed number of micro-batches
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "limit"),
+    [(40, 0.2, 3), (40, 0.2, 1), (50_000, 1 / 195, 64), (50_000, 1 / 195, 320), (10, 1.0, 3), (24, 0.25, 24)],
+)
+def test_micro_batches_hold_almost_every_poisson_batch(samples: int, rate: float, limit: int) -> None:
+    pieces = micro_batches(samples, rate, limit)
+    assert binom.sf(pieces * limit, samples, rate) < 1e-12
+    assert pieces == 1 or binom.sf((pieces - 1) * limit, samples, rate) > 1e-14  # the bound is not far from the tail
+
+
+def test_length_is_what_an_iteration_yields() -> None:
+    for limit in (1, 3, 16, 40, None):
+        loader = make(DataLoader(Own(), batch_size=8), max_physical_batch_size=limit)
+        assert len(loader) == loader.steps * (loader.micro_batches_per_step or 0) == len(list(loader))
+
+
+def test_a_batch_that_does_not_fit_has_more_micro_batches() -> None:
+    heard = Heard()
+    everything = dict(sampler_bits=lambda n: torch.zeros(n), max_physical_batch_size=3)
+    loader = make(DataLoader(Own(), batch_size=8), heard, **everything)
+    assert logical(loader, heard) == [list(range(N))] * 5 and loader.micro_batches_per_step == 10
+    assert len([micro for micro in heard.all if micro]) == 5 * 14
+
+
+def test_batch_sampler_that_does_not_say_how_large_batches_are() -> None:
+    class Silent(Sampler[list[int]]):
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([0, 1, 2], [3])
+
+    heard = Heard()
+    source = DataLoader(Own(), batch_sampler=Silent())
+    loader = make(source, heard, poisson_sampling=False, max_physical_batch_size=2)
+    assert loader.steps == 2 and loader.micro_batches_per_step is None
+    with pytest.raises(TypeError, match="attribute batch_size"):
+        len(loader)
+    assert logical(loader, heard) == [[0, 1, 2], [3]] and len(heard.all) == 4
+    known = make(DataLoader(Own(), batch_sampler=[[0, 1, 2], [3]]), poisson_sampling=False, max_physical_batch_size=2)
+    assert len(known) == len(list(known)) == 4
+
+
+def test_another_loader_of_a_private_one_is_refused() -> None:
+    loader = make(DataLoader(Own(), batch_size=8))
+    again = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+    with pytest.raises(PrivateTrainingError, match=r"made of a private one.*max_physical_batch_size"):
+        next(iter(again))
+    list(loader)
+    with pytest.raises(PrivateTrainingError, match="made of a private one"):
+        next(iter(again))
+
+
+def test_a_loop_that_counts_is_finished_or_left() -> None:
+    heard = Heard()
+    loader = make(DataLoader(Own(), batch_size=8), heard, max_physical_batch_size=5)
+    batches = iter(loader)
+    for _ in range(len(loader) - 1):
+        next(batches)
+    loader.finish()  # one batch is left, so the loop goes on
+    assert heard.ends == 0
+    next(batches)
+    loader.finish()
+    loader.finish()
+    assert heard.ends == 1 and next(batches, None) is None
+    batches = iter(loader)
+    next(batches)
+    loader.leave()
+    assert heard.ends == 2
+    with pytest.raises(PrivateTrainingError, match="out of date"):
+        next(batches)
+    heard.all.clear()
+    assert len(logical(loader, heard)) == 5

@@ -360,3 +360,57 @@ def test_a_gradient_from_outside_is_seen_after_a_first_step() -> None:
 @pytest.mark.parametrize(("samples", "batch"), [(49, 1), (98, 2), (412, 4)])
 def test_the_divisor_is_not_rounded_down(samples: int, batch: int) -> None:
     assert made(n=samples, batch=batch).optimizer.expected_batch_size == batch
+
+
+# What loops do for each batch that they get
+
+
+def trained_by(loop: Callable[[Run, Any], None]) -> tuple[list[Any], list[float], int]:
+    """Parameters and rate after an epoch of 4 steps of 4 micro-batches, and the number of noises drawn."""
+    run = made(max_physical_batch_size=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    rates = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.5)
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+        loop(run, rates)
+    assert len(run.loader) > run.loader.steps == 4
+    parameters = [value.tolist() for value in run.model.state_dict().values()]
+    return parameters, rates.get_last_lr(), run.engine.run.noise.position
+
+
+def once_per_step(run: Run, rates: Any) -> None:
+    run.optimizer.step()
+    if not run.optimizer.step_was_skipped:
+        run.optimizer.zero_grad()
+        rates.step()
+
+
+def always(run: Run, rates: Any) -> None:
+    """Clips, steps and clears for each micro-batch, as loops that know nothing of them do."""
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1e-6)
+    run.optimizer.step()
+    if not run.optimizer.step_was_skipped:
+        rates.step()
+    run.model.zero_grad()
+    run.optimizer.zero_grad()
+
+
+def test_what_is_done_for_each_micro_batch_changes_nothing() -> None:
+    one, other = trained_by(once_per_step), trained_by(always)
+    assert one == other and one[1] == [0.5**5]
+
+
+def test_rates_by_the_length_of_the_loader_have_the_same_shape() -> None:
+    """A schedule over `len(loader)` that steps for each micro-batch, and one over `loader.steps`, end alike."""
+    ends = []
+    for each in (True, False):
+        run = made(max_physical_batch_size=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+        total = len(run.loader) if each else run.loader.steps
+        rates = torch.optim.lr_scheduler.LinearLR(run.optimizer, 1.0, 0.1, total_iters=total)
+        for x, y in run.loader:
+            run.optimizer.zero_grad()
+            run.criterion(run.model(x), y).backward()
+            run.optimizer.step()
+            if each or not run.optimizer.step_was_skipped:
+                rates.step()
+        ends.append(rates.get_last_lr()[0])
+    assert ends == pytest.approx([0.05, 0.05])

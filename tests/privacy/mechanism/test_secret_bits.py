@@ -105,7 +105,7 @@ def test_rounding_in_secure_mode_is_new_in_every_run() -> None:
 
 def test_evaluation_goes_on_by_the_seed_of_compile() -> None:
     x = dataset(6).tensors[0]
-    options = {"quantize_eval": True, "seed": 3}
+    options = {"quantize_eval": True, "seed": 3, "format": "luq_fp4"}
     private = made(policy="all", compile_options=options).model.eval()(x)
     plain = dpq.compile(copy.deepcopy(made().model._original), budget=0, backend="reference", **options).eval()
     plain.set_policy("all")

@@ -306,7 +306,7 @@ def test_a_failing_loss_leaves_the_weights_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_defaults_follow_the_estimator_and_settings_are_checked() -> None:
-    assert make_estimator("per_sample") == PerSample(clip=0.5, sigma=2.0, repetitions=1)
+    assert make_estimator("per_sample") == PerSample(clip=0.1, sigma=8.0, repetitions=1)
     assert make_estimator("paper") == Paper(clip=0.01, sigma=0.5, repetitions=2)
     assert make_estimator("paper", clip=None, sigma=1.5, repetitions=4) == Paper(0.01, 1.5, 4)
     own = Paper()

@@ -15,7 +15,7 @@ from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.random_bits import ROLES, fold
 from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.data.poisson_loader import private_loader
-from dpquant_compile.privacy.schedule.probe import Batch, Probe, draw_batch, unpack_pair
+from dpquant_compile.privacy.schedule.probe import Batch, Probe, draw_batch, unpack_batch
 from dpquant_compile.sites import BatchAxis
 from tests.support import models
 from tests.support.private_loops import made
@@ -80,7 +80,8 @@ class Rounding:
             key = fold(self.keys[name][ROLES.index("input")], call)
             x = quantize_values(x, self.fmt, key, self.ids, BatchAxis(0), features)
             key = fold(self.keys[name][ROLES.index("weight")], self.group)
-            weight = quantize_values(weight, self.fmt, key, torch.zeros(1, dtype=torch.int64), None, 1)
+            rows = quantize_values(weight.flatten(1), self.fmt, key, torch.zeros(1, dtype=torch.int64), None, 1)
+            weight = rows.reshape(weight.shape)
         y = product(x, weight)
         if layer.bias is None:
             return y
@@ -106,7 +107,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Roundi
 IDS = [3, 17, 4, 1001, 8, 50, 0, 23]
 
 
-@pytest.mark.parametrize("fmt", ["luq_fp4", "uniform4", "fp4_e2m1"])
+@pytest.mark.parametrize("fmt", ["luq_fp4", "uniform4", "fp4_e2m1", "int8.nearest", "int4.nearest.block"])
 @pytest.mark.parametrize("net", NETS)
 def test_differences_are_those_of_a_whole_run_under_each_policy(net: str, fmt: str) -> None:
     make, shape, forward = NETS[net]
@@ -328,7 +329,7 @@ def test_a_draw_takes_each_sample_with_the_rate_and_gives_it_with_its_id() -> No
                 lambda n: torch.rand(n, generator=generator, dtype=torch.float64),
                 8,
                 group_of,
-                unpack_pair,
+                unpack_batch,
             )
         )
         ids = torch.cat([part.ids for part in parts])
@@ -349,12 +350,19 @@ def test_a_draw_takes_each_sample_with_the_rate_and_gives_it_with_its_id() -> No
 
 def test_a_draw_of_none_or_of_all() -> None:
     loader = probe_loader(Numbers(20))
-    assert list(draw_batch(loader, 0.5, torch.ones, 8, group_of, unpack_pair)) == []
-    parts = draw_batch(loader, 1.0, lambda n: torch.rand(n, dtype=torch.float64), 8, group_of, unpack_pair)
+    assert list(draw_batch(loader, 0.5, torch.ones, 8, group_of, unpack_batch)) == []
+    parts = draw_batch(loader, 1.0, lambda n: torch.rand(n, dtype=torch.float64), 8, group_of, unpack_batch)
     assert sorted(i for part in parts for i in part.ids.tolist()) == list(range(20))
 
 
 def test_a_batch_that_is_no_pair_needs_unpack() -> None:
-    assert unpack_pair([1, 2]) == ((1,), {}, 2)
-    with pytest.raises(PrivacySpecError, match="unpack="):
-        unpack_pair({"x": 1})
+    assert unpack_batch([1, 2]) == ((1,), {}, 2)
+    with pytest.raises(PrivacySpecError, match=r"mapping with 'x'.*unpack="):
+        unpack_batch({"x": 1})
+
+
+def test_labels_of_a_batch_by_name_are_its_target() -> None:
+    batch = {"input_ids": 1, "labels": 2}
+    assert unpack_batch(batch) == ((), {"input_ids": 1}, 2)
+    assert unpack_batch(batch, {"input_ids", "labels"}) == ((), batch, 2), "the model reads them, as in training"
+    assert batch == {"input_ids": 1, "labels": 2}

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
-from dpquant_compile.errors import PrivacyBudgetError, PrivacySpecError
+from dpquant_compile.errors import CheckpointError, PrivacyBudgetError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy.schedule.estimators import ESTIMATORS, Paper, PerSample
 from tests.support import models
+from tests.support.private_loops import made
 from tests.support.schedules import SITES, Constant, Numbers, engine_of, run_epochs, six, zeros
 
 
@@ -126,7 +127,7 @@ def test_analyses_come_after_every_interval_and_never_after_the_last_epoch(
 
 def test_defaults_follow_the_estimator() -> None:
     ours = dpq.Scheduler(engine_of(Numbers(50_000), 1024, 128))
-    assert ours.estimator == PerSample(clip=0.5, sigma=2.0) and ours.n_interval == 2
+    assert ours.estimator == PerSample(clip=0.1, sigma=8.0) and ours.n_interval == 2
     assert ours.sample_rate == 4 / 391 and ours.sample_rate * 50_000 == pytest.approx(512, abs=1)
     paper = dpq.Scheduler(engine_of(Numbers(50_000), 1024, 128), estimator="paper")
     assert paper.estimator == Paper(clip=0.01, sigma=0.5, repetitions=2) and paper.sample_rate == 1 / 391
@@ -262,11 +263,8 @@ class OneOfTwo(nn.Module):
         return self.fc(self.used(x) if x.shape[1] > 3 else self.unused(x))
 
 
-def test_sites_that_are_not_known_yet_are_asked_for() -> None:
+def test_sites_that_are_not_known_yet_are_found() -> None:
     engine = engine_of(model=models.seeded(OneOfTwo))
-    with pytest.raises(PrivacySpecError, match="capture"):
-        dpq.Scheduler(engine)
-    engine.run.session.model.capture(torch.zeros(8, 4))
     assert list(dpq.Scheduler(engine).policies) == ["used", "fc"]
 
 
@@ -382,7 +380,7 @@ def test_analyses_beyond_the_target_are_warned_of_at_the_start() -> None:
     assert told[0].filename == __file__
     ledger, made = dpq.Ledger("rdp"), engine.run
     ledger.spend("training", q=1 / 8, sigma=made.noise_multiplier, steps=32)
-    ledger.spend("analysis", q=scheduler.sample_rate, sigma=2.0)
+    ledger.spend("analysis", q=scheduler.sample_rate, sigma=8.0)
     planned = re.search(r"ε = ([\d.]+) at δ = 1e-05", str(told[0].message))
     assert planned is not None and 8 < float(planned[1]) == pytest.approx(ledger.epsilon(DELTA), rel=1e-5)
     with pytest.raises(PrivacyBudgetError):  # and so it comes
@@ -451,3 +449,86 @@ def test_a_resumed_run_is_not_counted_twice(tmp_path: Path) -> None:
     run_epochs(first, 4)
     first.engine.close()
     assert start().engine.ledger.epsilon(DELTA) == planned.epsilon(DELTA)
+
+
+# Loops that count
+
+
+def test_a_loop_that_counts_its_batches_ends_an_epoch_with_its_last_step() -> None:
+    """Trainers take `len(loader)` batches and never ask for one more, which would end the iteration."""
+    run = made(max_physical_batch_size=3, compile_options=dict(inner="eager"))
+    scheduler = dpq.Scheduler(run.engine, mode="pls", k=1)
+    for epoch in range(1, 3):
+        batches = iter(run.loader)
+        for place in range(len(run.loader)):
+            x, y = next(batches)
+            run.criterion(run.model(x), y).backward()
+            with pytest.raises(PrivateTrainingError, match="inside the loop"):
+                scheduler.step()  # a step is still to come
+            run.optimizer.step()
+            if place < len(run.loader) - 1:
+                with pytest.raises(CheckpointError, match="loop over the loader has not ended"):
+                    run.engine.state_dict()
+        assert epoch == 1 or run.engine.state_dict()  # this ends the iteration too
+        scheduler.step()
+        assert scheduler.epoch == epoch and next(batches, None) is None
+    assert sum(entry.steps for entry in run.engine.ledger.entries) == 2 * run.loader.steps
+
+
+# Sites that only a graph shows
+
+
+class Branching(nn.Module):
+    """Its sites are known only at its first forward: fx cannot trace it, and its weight is no module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax(1, keepdim=True).clamp(min=1)
+        return nn.functional.linear(self.fc(x / scale), self.weight)
+
+
+def branching(rows: Tensor, **options: Any) -> tuple[dpq.PrivacyEngine, dpq.CompiledModule]:
+    engine = dpq.PrivacyEngine(accountant="rdp")
+    model = dpq.compile(Branching().train(), budget=1, backend="reference", inner="eager", **options)
+    data = TensorDataset(rows, torch.zeros(len(rows), dtype=torch.int64))
+    engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=DataLoader(data, batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=4,
+    )
+    return engine, model
+
+
+def test_sites_are_found_without_example_inputs() -> None:
+    engine, model = branching(torch.randn(16, 4))
+    scheduler = dpq.Scheduler(engine, epochs=2, n_interval=1, n_sample=1)
+    assert set(scheduler.policies) == {"fc", "weight"} == set(model.sites.names)
+    scheduler.step()
+    assert any(scheduler.scores.values()) and torch.is_grad_enabled()
+
+
+def test_finding_the_sites_reads_no_contents_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    monkeypatch.setattr(dpq.CompiledModule, "capture", lambda self, *args, **kwargs: seen.extend(args))
+    engine, _ = branching(torch.full((16, 4), 7.0))
+    dpq.Scheduler(engine, epochs=2, mode="pls")
+    assert [tuple(x.shape) for x in seen] == [(2, 4)] and not seen[0].any()
+
+
+def test_sites_that_cannot_be_found_are_refused_with_the_reason() -> None:
+    engine, _ = branching(torch.randn(16, 4))
+    with pytest.raises(PrivacySpecError, match=r"known only with its graph.*no columns.*unpack="):
+        dpq.Scheduler(engine, epochs=2, unpack=no_columns)
+
+
+def no_columns(batch: Any) -> Any:
+    raise ValueError("no columns")

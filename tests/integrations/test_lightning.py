@@ -1,0 +1,177 @@
+"""Lightning: `fit` takes the steps of the plain loop, or is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dpquant_compile.errors import CheckpointError, IntegrationError, PrivateTrainingError
+from tests.support.private_loops import dataset
+from tests.support.trainers import DELTA, EPOCHS, Trained, begun, train_plainly
+
+# Lightning's advice on workers and loggers; it is imported by the tests, since that takes seconds.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lightning() -> Any:
+    """Imported first: it mends torchvision, which Lightning imports."""
+    from dpquant_compile.integrations import lightning
+
+    return lightning
+
+
+def module_of(trained: Trained, **replaced: Any) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Classifier(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.criterion = trained.run.model, trained.run.criterion
+            self.validated: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss: Tensor = self.criterion(self.model(x), y)
+            self.log("loss", loss, prog_bar=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            assert not self.model.training
+            self.validated.append(self.global_step)
+            self.log("accuracy", (self.model(x).argmax(1) == y).float().mean())
+
+        def configure_optimizers(self) -> Any:
+            rates = {"scheduler": trained.rates, "interval": "step"}
+            own = {"optimizer": trained.run.optimizer, "lr_scheduler": rates}
+            return replaced.get("optimizer", own)
+
+    return Classifier()
+
+
+def trainer_of(trained: Trained, **options: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    from dpquant_compile.integrations.lightning import PrivateTraining
+
+    common = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    common |= dict(max_epochs=EPOCHS, enable_checkpointing=False, num_sanity_val_steps=1)
+    callbacks = [PrivateTraining(trained.run.engine, delta=DELTA), *options.pop("callbacks", ())]
+    return Trainer(**{**common, "callbacks": callbacks, **options})
+
+
+def fit(trained: Trained, *, loader: Any = None, ckpt_path: Any = None, **options: Any) -> tuple[Any, Any]:
+    trainer, module = trainer_of(trained, **options), module_of(trained)
+    trainer.fit(module, loader or trained.run.loader, DataLoader(dataset(9), batch_size=4), ckpt_path=ckpt_path)
+    return trainer, module
+
+
+@pytest.mark.parametrize("physical", [3, None])
+def test_fit_is_the_plain_loop_to_the_last_bit(physical: int | None) -> None:
+    plain = train_plainly(begun(physical))
+    trained = begun(physical)
+    trainer, module = fit(trained, val_check_interval=0.5)
+    assert trained.steps == plain.steps == trainer.global_step == EPOCHS * trained.run.loader.steps == 12
+    assert trained.outcome() == plain.outcome()
+    assert len(set(module.validated)) > EPOCHS  # also within epochs
+    assert float(trainer.callback_metrics["epsilon"]) == pytest.approx(plain.run.engine.get_epsilon(DELTA))
+
+
+def test_max_steps_counts_optimizer_steps() -> None:
+    trained = begun()
+    trainer, _ = fit(trained, max_steps=6, max_epochs=-1)
+    assert trained.steps == trainer.global_step == 6
+    assert trained.scheduler.epoch == 1  # the second epoch has not ended
+    assert sum(e.steps for e in trained.run.engine.ledger.entries if e.purpose == "training") == 6
+
+
+def test_a_resumed_fit_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    plain, first = train_plainly(begun()), begun()
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(first, max_epochs=1, callbacks=[keep], enable_checkpointing=True)
+    again = begun()
+    trainer, _ = fit(again, ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert trainer.global_step == plain.steps and again.steps == plain.steps - first.steps
+    assert again.outcome() == plain.outcome()
+
+
+def test_a_checkpoint_within_an_epoch_is_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    with pytest.raises(CheckpointError, match="save_on_train_epoch_end"):
+        fit(begun(), callbacks=[keep], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(accumulate_grad_batches=2), "accumulate_grad_batches=2"),
+        (dict(gradient_clip_val=1.0), "gradient_clip_val"),
+        (dict(precision="bf16-mixed"), "precision='bf16-mixed'"),
+        (dict(precision="64-true"), "precision='64-true'"),
+        (dict(overfit_batches=2), "overfit_batches"),
+        (dict(limit_train_batches=4), "within a logical batch"),
+        (dict(fast_dev_run=True), "within a logical batch"),
+    ],
+    ids=["accumulation", "clipping", "autocast", "double", "overfit", "limit", "fast"],
+)
+def test_settings_that_would_change_steps_or_gradients_are_refused(options: dict[str, Any], message: str) -> None:
+    trained = begun()
+    with pytest.raises(IntegrationError, match=message):
+        fit(trained, **options)
+    assert trained.steps == 0 and not trained.run.engine.ledger.entries
+
+
+def test_parts_that_are_not_the_private_ones_are_refused() -> None:
+    trained = begun()
+    with pytest.raises(IntegrationError, match="training loader"):
+        fit(trained, loader=DataLoader(dataset(24), batch_size=6))
+    module = module_of(trained, optimizer=torch.optim.SGD(trained.run.model.parameters(), lr=0.1))
+    with pytest.raises(IntegrationError, match="private optimizer"):
+        trainer_of(trained).fit(module, trained.run.loader)
+    module = module_of(trained)
+    module.model = nn.Linear(2, 2)
+    with pytest.raises(IntegrationError, match="private model"):
+        trainer_of(trained).fit(module, trained.run.loader)
+    module = module_of(trained)
+    module.automatic_optimization = False
+    with pytest.raises(IntegrationError, match="automatic_optimization"):
+        trainer_of(trained).fit(module, trained.run.loader)
+
+
+def test_a_batch_that_does_not_fit_stops_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = begun()
+    monkeypatch.setattr(trained.run.loader._splitter, "pieces", 1)
+    monkeypatch.setattr(trained.run.loader, "micro_batches_per_step", 1)
+    with pytest.raises(PrivateTrainingError, match="no longer counts"):
+        fit(trained)
+    assert trained.steps == 0
+
+
+def test_accumulation_that_changes_later_stops_the_trainer() -> None:
+    from lightning.pytorch import Callback
+
+    class Changed(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.accumulate_grad_batches = 2
+
+    trained = begun()
+    with pytest.raises(PrivateTrainingError, match="accumulate_grad_batches"):
+        fit(trained, callbacks=[Changed()])
+    assert trained.steps == 0
+
+
+def test_the_comparison_sees_losses_that_were_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpquant_compile.integrations.lightning import PrivateTraining
+
+    monkeypatch.setattr(PrivateTraining, "on_before_backward", lambda *args: None)
+    trained = begun()
+    fit(trained, max_epochs=1)
+    assert trained.outcome()["parameters"] != train_plainly(begun(), 1).outcome()["parameters"]

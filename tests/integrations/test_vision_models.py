@@ -1,0 +1,23 @@
+"""Families of torchvision and timm train privately as the table of docs/support.md says."""
+
+import pytest
+
+from dpquant_compile import torchvision_compat
+
+torchvision_compat.models()  # before timm, which imports torchvision
+pytest.importorskip("timm")
+
+from tests.support.vision_models import VISION_MODELS, VisionModel, committed_rows, examine  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("model", VISION_MODELS, ids=lambda model: model.name)
+@pytest.mark.filterwarnings("ignore")  # of torchvision and timm, on tiny configurations
+def test_a_family_trains_as_the_table_says(model: VisionModel) -> None:
+    """After a change: python -m tests.support.vision_models --write"""
+    assert examine(model) == committed_rows()[model.name]
+
+
+def test_the_table_has_a_row_for_each_model_and_no_other() -> None:
+    assert list(committed_rows()) == [model.name for model in VISION_MODELS]
