@@ -44,6 +44,7 @@ class Generator(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.width = width
         self.start = nn.Linear(LATENT, 2 * width * 7 * 7)
         self.grow = nn.Sequential(
             nn.GroupNorm(4, 2 * width),
@@ -56,7 +57,7 @@ class Generator(nn.Module):
         )
 
     def forward(self, noise: Tensor) -> Tensor:
-        y: Tensor = self.grow(self.start(noise).view(noise.size(0), -1, 7, 7))
+        y: Tensor = self.grow(self.start(noise).view(-1, 2 * self.width, 7, 7))  # Poisson batches may be empty
         return y
 
 
@@ -73,7 +74,7 @@ class Discriminator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.leaky_relu(self.conv1(x), 0.2)
         x = F.leaky_relu(self.norm(self.conv2(x)), 0.2)
-        y: Tensor = self.fc(x.view(x.size(0), -1))
+        y: Tensor = self.fc(x.flatten(1))
         return y
 
 

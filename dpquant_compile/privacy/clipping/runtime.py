@@ -271,6 +271,7 @@ class Session:
         rows = _made_up_rows(private, known, size)
         if rows is None:
             return None
+        self.internals.begin(self.physical, self._ids(size), self.bits)  # the step counts, whoever is in the batch
         self.step.forward_empty(size)
         apply: Any = _Empty.apply
         return _unpadded(private, apply(self._anchor, private.differentiable, *rows), size)
