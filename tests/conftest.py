@@ -1,9 +1,15 @@
 """One thread per worker: the tests run in as many processes as there are cores, and threads would fight over them.
 Interrupts raise, as they do in a terminal: a shell that starts the tests in the background has them ignored.
+Hypothesis sets no time limits: how long an example takes says how busy the machine is, and no more.
 """
 
 import os
 import signal
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
