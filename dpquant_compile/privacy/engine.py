@@ -140,7 +140,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
                                  program is compiled for it; None: large enough for whole batches. All batches have the
                                  same number of micro-batches, some of which may be empty: see `PrivateLoader`
-        loss_reduction           "mean" or "sum"; None: that of the criterion, or "mean"
+        loss_reduction           "mean" or "sum"; None: that of the criterion, or "mean". A mean that the loop takes by
+                                 itself, without a criterion or of its "none", is for full precision alone
         clipping                 "flat", "per_layer" (one bound per parameter, or one number for all) or "automatic"
         noise_generator          noise and rounding are reproducible from this generator's next number; not in secure
                                  mode
@@ -175,8 +176,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             parameters,
             bounds,
             physical,
-            wrapped.reduction != "sum" if wrapped else reduction == "mean",
+            validate.divided_by_loop(wrapped, reduction, model),
             step=step,
+            gradient=None if wrapped is None else wrapped.gradient,
             constant_inputs=validate.pin_criterion(wrapped, constant_inputs or {}, varying_shapes),
             varying_shapes=varying_shapes,
         )

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from dpquant_compile.errors import IsolationError, PerSampleGradientError, PrivacySpecError
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.privacy.data.criterion import CONSTANT_PREFIX, PrivateCriterion
+from dpquant_compile.privacy.data.loss_gradient import DIVIDED
 from dpquant_compile.privacy.data.poisson_loader import holds_batch
 from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.run import Step
@@ -29,6 +30,7 @@ __all__ = [
     "caveats",
     "check_world",
     "compiled_module",
+    "divided_by_loop",
     "least_noise",
     "own_rules",
     "pin_criterion",
@@ -157,6 +159,15 @@ def reduction_of(
             f"loss_reduction={asked!r}, but the criterion has reduction={wrapped.reduction!r}: leave loss_reduction out"
         )
     return own, wrapped
+
+
+def divided_by_loop(criterion: PrivateCriterion | None, reduction: str, model: CompiledModule) -> bool:
+    """Whether the loop divides losses by the size of the batch; raises if sites may be low, where that is not sound."""
+    divided = reduction == "mean" and (criterion is None or criterion.reduction == "none")
+    spec = model.internals().spec
+    if divided and (spec.budget > 0 or spec.recipe.other):
+        raise PrivacySpecError(DIVIDED)
+    return divided
 
 
 def _rows(model: nn.Module, step: Step) -> int | None:

@@ -36,6 +36,7 @@ from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, pack
 from dpquant_compile.privacy.clipping.parameter_uses import find_uses, refuse_whole_modules
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.constants import Constants
+from dpquant_compile.privacy.data.loss_gradient import DIVIDED, LossGradient, PrivateForward
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
@@ -67,7 +68,8 @@ class Session:
 
     parameters  the trainable parameters that the optimizer holds, by name, in its order
     physical    the one batch size of the compiled programs; smaller micro-batches are padded to it
-    mean        whether the loss is a mean over the batch, so that gradients come divided by its size
+    mean        whether gradients come divided by the size of the batch, as from a loss that the loop reduces by itself
+    gradient    how the criterion's losses come; None without a criterion
     step        the order of a logical batch, which says what may run and which sums may leave
     constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
     varying_shapes   whether rows may have other sizes from call to call
@@ -85,10 +87,12 @@ class Session:
         mean: bool,
         *,
         step: Step,
+        gradient: LossGradient | None = None,
         constant_inputs: Mapping[str, Any] | None = None,
         varying_shapes: bool = False,
     ) -> None:
         self.model = model
+        self.gradient = gradient
         self.bits: SecretBits  # from `attach`, without which nothing runs
         self.step = step
         self.internals: Internals = model.internals()
@@ -243,6 +247,10 @@ class Session:
         given = bind_inputs(program.base, args, kwargs)
         self.constants.check_call(program.base, given, args, kwargs, "training")
         table = self.internals.begin(self.physical, self._ids(size), self.bits)
+        if self.mean and bool(table.policy.any()):
+            raise PrivateTrainingError(DIVIDED)
+        if self.gradient is not None:
+            self.gradient.begin()
         inputs = self._inputs(program, given, size, table, self._scale(forward.bound))
         private = self._private(program, inputs, (args, kwargs))
         self.constants.check_read(program.base, private.spec.attributes, self.parameters, "training")
@@ -473,6 +481,8 @@ class _Call:
         refuse_hooks(session.model)
         refuse_modes()
         session.step.check_backward(self.forward)
+        if session.gradient is not None:
+            session.gradient.check()
         if self.versions != self._versions() or self.forward.pinned.contents != session.contents():
             raise PrivateTrainingError(
                 "parameters were changed between the forward and its backward: the gradient would belong to neither. "
@@ -496,7 +506,7 @@ class _Call:
         session.finish(self, *self.program.run_backward(saved, tangents))
 
 
-class _Run(torch.autograd.Function):
+class _Run(PrivateForward):
     """Ties a program to autograd: its only differentiable input is an anchor that stands for all parameters."""
 
     @staticmethod
@@ -514,7 +524,7 @@ class _Run(torch.autograd.Function):
         return None, None, None
 
 
-class _Empty(torch.autograd.Function):
+class _Empty(PrivateForward):
     """Ties outputs of no samples to autograd, so that a loss of them has a backward, which does nothing."""
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 from dpquant_compile.losses import OnField, own_reduction, signature_of, with_reduction
@@ -18,6 +18,7 @@ from dpquant_compile.passes.private.drop_batch_loss import BatchLoss
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.call_structure import CallStructure
 from dpquant_compile.privacy.constants import FrozenValues, changed, check_names, named_arguments
+from dpquant_compile.privacy.data.loss_gradient import LossGradient, is_private
 from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.programs import is_default
 
@@ -46,8 +47,12 @@ class PrivateCriterion(nn.Module):
     `samples` gives the number of samples in the batch if it is known: the loss must have as many rows. If it is unknown
     (None), the loss must have as many rows as the first or second tensor of the call.
 
-    `verify` compares each sample's loss in the batch with its loss in a part of the batch: at the first call with two
-    samples or more, and from time to time after it. This finds a loss that mixes these samples; it is not a proof.
+    `verify` compares each sample's loss and its gradient in the batch with those in a part of the batch: at the first
+    call with two samples or more, and from time to time after it. This finds a loss that mixes these samples; it is not
+    a proof.
+
+    `gradient` is how losses of a private model's outputs reach its program: undivided, see `LossGradient`. Losses of
+    other tensors have autograd's gradients.
 
     Guarantee: after `pin`, a loss for training and `per_sample` for analyses read only rows of samples, and values that
     were fixed at `pin`, before any batch was read. Calls differ only in the contents of rows.
@@ -64,6 +69,7 @@ class PrivateCriterion(nn.Module):
         # torch.compile's wrapper forwards attributes to the inner module: a copy of it has no reduction of its own.
         self.criterion: Any = getattr(criterion, "_orig_mod", criterion)
         self.samples = samples
+        self.gradient = LossGradient()
         self.verify = verify  # whether the next call must verify
         self._verifies = verify
         self._calls = 0  # with two samples or more
@@ -104,10 +110,11 @@ class PrivateCriterion(nn.Module):
         refuse_modes()
         refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
         losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else None)
+        shown = self.gradient.shown if is_private(losses) else _divided
         if self.reduction == "none":
-            return losses
+            return shown(losses, None)
         total = self._shares(losses, args, kwargs).sum()
-        return total if self.reduction == "sum" else total / max(len(losses), 1)
+        return shown(total, 1 if self.reduction == "sum" else max(len(losses), 1))
 
     def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
         """Each sample's own loss, [B]: `forward` adds these up."""
@@ -243,31 +250,65 @@ class PrivateCriterion(nn.Module):
     def _compare_with_parts(self, losses: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         size = len(losses)
         names = [name for name, _ in named_arguments(self._signature, args, kwargs)]  # those of `args` come first
-        tolerance = max(1e-4, 4 * torch.finfo(losses.dtype).eps)
-        scale = float(losses.nan_to_num(0, 0, 0).abs().max()) if losses.numel() else 0.0
+        gradients = self._gradients(args, kwargs)
         for rows in (list(range((size + 1) // 2)), list(range(1, size, 2))):
-            some_args = [self._rows(name, x, rows, size) for name, x in zip(names, args, strict=False)]
-            some_kwargs = {name: self._rows(name, x, rows, size) for name, x in kwargs.items()}
-            whole = losses[rows]
+            some, expected = (
+                (
+                    [self._rows(name, x, rows, size) for name, x in zip(names, given, strict=False)],
+                    {name: self._rows(name, x, rows, size) for name, x in named.items()},
+                )
+                for given, named in ((args, kwargs), gradients)
+            )
             try:
                 with torch.no_grad():
-                    part = self._unreduced(some_args, some_kwargs)
+                    part = self._unreduced(*some)
+                alone = self._gradients(*some)
             except Exception as error:
                 raise PrivacySpecError(
                     f"{self._name} fails on a part of the batch, so it cannot be seen whether it keeps samples apart: "
                     f"{error}. If it does, give verify=False"
                 ) from error
-            if part.shape != whole.shape or not torch.allclose(
-                part, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True
-            ):
-                raise PrivacySpecError(
-                    f"{self._name} mixes samples: some have other losses without the rest of the batch. DP-SGD needs a "
-                    "loss that is a function of one sample (are output and target of the same shape?); if it is one "
-                    "but random, give verify=False"
-                )
+            pairs: list[tuple[str, Any, Any]] = [("losses", losses[rows], part)]
+            pairs += [("gradients", *two) for two in zip(tree_leaves(expected), tree_leaves(alone), strict=True)]
+            for what, whole, own in pairs:
+                if whole is not None and not _close(whole, own):
+                    raise PrivacySpecError(
+                        f"{self._name} mixes samples: some have other {what} without the rest of the batch. DP-SGD "
+                        "needs a loss that is a function of one sample (are output and target of the same shape?); if "
+                        "it is one but random, give verify=False"
+                    )
+
+    def _gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The arguments of a call, each tensor that requires a gradient replaced by that of the sum of all losses."""
+        leaves, spec = tree_flatten((list(args), dict(kwargs)))
+        learned = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        held: list[Any] = [None] * len(leaves)
+        if learned and torch.is_grad_enabled():
+            given = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            for place in learned:
+                given[place].requires_grad_()
+            some_args, some_kwargs = tree_unflatten(given, spec)
+            total = self._unreduced(some_args, some_kwargs).sum()
+            found = torch.autograd.grad(total, [given[place] for place in learned], materialize_grads=True)
+            for place, grad in zip(learned, found, strict=True):
+                held[place] = grad
+        return tree_unflatten(held, spec)
 
 
 _ITEMS = object()  # stands for a list with one entry per sample
+
+
+def _divided(losses: Tensor, divisor: int | None) -> Tensor:
+    return losses if divisor in (None, 1) else losses / divisor
+
+
+def _close(whole: Tensor, part: Tensor) -> bool:
+    """Whether two results are equal but for the order of sums."""
+    tolerance = max(1e-4, 4 * torch.finfo(whole.dtype).eps)
+    scale = float(whole.nan_to_num(0, 0, 0).abs().max()) if whole.numel() else 0.0
+    return part.shape == whole.shape and torch.allclose(
+        part, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+    )
 
 
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -1,0 +1,102 @@
+"""The gradient with which a loss reaches the private program: that of a sum over samples, whatever the loop shows.
+
+A mean divides each sample's gradient by the size of the batch, and a multiplication does not restore the last bit of
+(g / n) · n. Rounding turns such a bit into a whole step of four or eight bits, and later layers amplify it: one more
+sample would change how all others are rounded, and move their clipped gradients by many percent of the bound.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dpquant_compile.errors import PrivateTrainingError
+
+__all__ = ["DIVIDED", "LossGradient", "PrivateForward", "is_private"]
+
+DIVIDED = (
+    "a loss that the loop reduces to a mean by itself divides each sample's gradient by the size of the batch. In low "
+    "precision the last bit of such a gradient can decide how it is rounded, so one more sample would change the "
+    "gradients of all others. Fix: give the loss to make_private as criterion=, with reduction 'mean' or 'sum'; or "
+    "reduce it by a sum, and say loss_reduction='sum'"
+)
+
+
+class PrivateForward(torch.autograd.Function):
+    """The base of what ties a private program to autograd, by which losses of its outputs are known."""
+
+
+class LossGradient:
+    """What the backwards of one criterion's losses have in common.
+
+    Guarantee: samples reach the program with the gradients of their own losses, times one number that is the same in
+    every backward, or the backward is refused. The value shown to the loop may be divided; gradients are not.
+    """
+
+    def __init__(self) -> None:
+        self._factors: set[float] = set()  # in the backward under way
+        self._usual: set[float] | None = None  # in the first one
+        self._reached = False
+
+    def begin(self) -> None:
+        """A new forward: what was seen before belongs to another backward."""
+        self._factors, self._reached = set(), False
+
+    def shown(self, losses: Tensor, divisor: int | None) -> Tensor:
+        """`losses / divisor`, with the gradient of `losses`. Without a divisor `losses` are not reduced yet."""
+        result: Tensor = _Shown.apply(losses, divisor, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def take(self, grad: Tensor, reduced: bool) -> None:
+        """A gradient that has arrived from the loop."""
+        self._reached = True
+        if reduced:
+            self._factors.add(float(grad))
+
+    def check(self) -> None:
+        """Refuse a backward that does not come from the criterion, or scales its loss otherwise than the first did."""
+        if not self._reached:
+            raise PrivateTrainingError(
+                "this backward does not come from the criterion that make_private returned, so nothing shows that the "
+                "loss keeps samples apart; a mean over tokens, or over pairs, does not. Fix: "
+                "criterion(model(x), y).backward(); give another loss to make_private as criterion="
+            )
+        if self._usual is None:
+            self._usual = self._factors
+        elif self._factors != self._usual:
+            now, usual = (" and ".join(map(str, sorted(each))) for each in (self._factors, self._usual))
+            raise PrivateTrainingError(
+                f"the loss was multiplied by {now} before this backward, and by {usual} before the first one. "
+                "Gradients are clipped after that, so a factor made of the batch lets one sample scale all others. "
+                "Fix: call backward() on what the criterion returns, or on a constant multiple of it; the learning "
+                "rate may change"
+            )
+
+
+def is_private(losses: Tensor) -> bool:
+    """Whether gradients of `losses` reach a private program."""
+    # What a private program computes is a single node, so only the loop's own operations are walked over.
+    seen, left = set[Any](), [losses.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if issubclass(getattr(type(node), "_forward_cls", object), PrivateForward):
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False
+
+
+class _Shown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, divisor: int | None, gradient: LossGradient) -> Tensor:
+        ctx.gradient, ctx.reduced = gradient, divisor is not None
+        return losses.clone() if divisor is None else losses / divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.gradient.take(grad, ctx.reduced)
+        return grad, None, None
