@@ -12,7 +12,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
-from torch._inductor.codegen.cpp import CppKernel
+from torch._inductor.codegen.cpp import CppKernel, CppScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
 
@@ -41,30 +41,29 @@ class Recorder:
 
 
 @contextmanager
-def _sums_for_any_batch() -> Iterator[None]:
-    """Let Inductor's CPU code sum over a symbolic batch in one way for all sizes.
+def _own_choices() -> Iterator[None]:
+    """Let Inductor's CPU code make two choices otherwise.
 
-    By itself it takes a cascade for sums over more than 4096 elements and a plain loop under that, and puts a guard on
-    the batch size to hold its choice; the next Poisson batch on the other side of it would recompile. The cascade
-    is right for all sizes, and the more accurate.
+    Sums over a symbolic batch are taken in one way for all sizes. By itself Inductor takes a cascade for sums over more
+    than 4096 elements and a plain loop under that, and puts a guard on the batch size to hold its choice; the next
+    Poisson batch on the other side of it would recompile. The cascade is right for all sizes, and the more accurate.
+
+    Loops are not split where an index is divided, as by the groups that share a scale. In torch 2.13 the split drops
+    what is left of a dimension that is no multiple of the divisor: these elements are never written.
     """
-    global _patched
+    global _inside
     with _PATCH_LOCK:
-        _patched += 1
-        setattr(CppKernel, _CHOICE, _cascade_if_symbolic)
+        _inside += 1
+        for (owner, name), choice in _CHOICES.items():
+            setattr(owner, name, choice)
     try:
         yield
     finally:
         with _PATCH_LOCK:
-            _patched -= 1
-            if _patched == 0:
-                setattr(CppKernel, _CHOICE, _ORIGINAL)
-
-
-_PATCH_LOCK = threading.Lock()
-_patched = 0
-_CHOICE = "need_use_acc_helper"
-_ORIGINAL: Callable[..., Any] = getattr(CppKernel, _CHOICE)
+            _inside -= 1
+            if _inside == 0:
+                for (owner, name), original in _ORIGINALS.items():
+                    setattr(owner, name, original)
 
 
 def _cascade_if_symbolic(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
@@ -72,7 +71,21 @@ def _cascade_if_symbolic(self: Any, reduction_type: str, dtype: torch.dtype, use
     symbolic = any(getattr(size, "free_symbols", None) for size in reduced)
     if reduction_type == "sum" and dtype == torch.float and symbolic:
         return True
-    return bool(_ORIGINAL(self, reduction_type, dtype, use_scalar))
+    return bool(_ORIGINALS[_CASCADE](self, reduction_type, dtype, use_scalar))
+
+
+def _unsplit(self: Any, nodes: Any) -> Any:
+    return nodes
+
+
+_PATCH_LOCK = threading.Lock()
+_inside = 0
+_CASCADE = (CppKernel, "need_use_acc_helper")
+_CHOICES: dict[tuple[type, str], Callable[..., Any]] = {
+    _CASCADE: _cascade_if_symbolic,
+    (CppScheduling, "try_loop_split"): _unsplit,
+}
+_ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {place: getattr(*place) for place in _CHOICES}
 
 
 def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
@@ -81,7 +94,7 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
     def record_and_compile(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         recorder.add(kind, gm)
-        with _sums_for_any_batch():
+        with _own_choices():
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -127,6 +140,7 @@ def compile_graph(
     with (
         tracing(TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
+        _own_choices(),
         functorch_config.patch(enable_autograd_cache=False),
     ):
         compiled: Any = compile_fx_inner(gm, examples, is_inference=True)
