@@ -6,12 +6,10 @@ cache folder under a name made of its sources, the compiler and the instructions
 
 import ctypes
 import hashlib
-import math
 import os
 import platform
 import subprocess
 import tempfile
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-__all__ = ["Library", "Numbers", "load", "numbers", "scratch", "unavailable"]
+__all__ = ["Library", "Numbers", "load", "numbers", "unavailable"]
 
 _SOURCES = Path(__file__).parent / "cpp"
 # No contraction of a·b + c: every path must round as the reference does.
@@ -78,23 +76,6 @@ def _address(value: "Tensor | int | Numbers | tuple[int, ...] | None") -> Any:
     if isinstance(value, tuple):
         return numbers(*value)
     return ctypes.c_int64(value or 0)
-
-
-def scratch(name: str, *shape: int) -> Tensor:
-    """Room for float32 numbers on their way: fresh memory costs more to take from the system than to write.
-
-    The next call with this name gets the same room, so nothing that leaves a kernel may lie here. Each thread has its
-    own.
-    """
-    size, held = math.prod(shape), _SCRATCH.__dict__
-    if name not in held or held[name].numel() < size:
-        with torch.inference_mode(False):  # its tensors could not be written to elsewhere
-            held[name] = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever the default is
-    room: Tensor = held[name][:size]
-    return room.view(shape)
-
-
-_SCRATCH = threading.local()
 
 
 def unavailable() -> str | None:

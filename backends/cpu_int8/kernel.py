@@ -34,6 +34,7 @@ from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
+from dpquant_compile.backends.scratch import scratch
 from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import from_samples, to_samples
 from dpquant_compile.numerics.random_bits import ROLES, fold_int
@@ -232,11 +233,11 @@ class Int8Site:
         """The weighted sum on tiny maps: for each tap, one float32 product over the samples and the pixels it meets."""
         sizes, weight, load = sized.sizes, sized.shapes.weight, build.load()
         rows = sized.tap_rows[-1][2] if sized.tap_rows else 0
-        left, right = build.scratch("left", rows, sizes.features), build.scratch("right", rows, sizes.channels)
+        left, right = scratch("left", rows, sizes.features), scratch("right", rows, sizes.channels)
         load("tap_rows", sized.problem, x, grad, sized.table.source, *scales, left, right)
         whole = sizes.taps == 1 and len(sized.tap_rows) == 1
         shape = (len(sized.tap_rows), sizes.groups, sizes.features // sizes.groups, weight[1])
-        grads = torch.empty(shape, dtype=torch.float32) if whole else build.scratch("grads", *shape)
+        grads = torch.empty(shape, dtype=torch.float32) if whole else scratch("grads", *shape)
         for place, (_, start, end) in enumerate(sized.tap_rows):
             if sizes.groups == 1:
                 torch.mm(left[start:end].t(), right[start:end], out=grads[place, 0])

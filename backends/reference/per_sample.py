@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from dpquant_compile.backends.cpu_int8.build import scratch
 from dpquant_compile.backends.reference.products import full_grad_params
 from dpquant_compile.backends.registry import SiteCall
+from dpquant_compile.backends.scratch import scratch
 from dpquant_compile.numerics.quantize import to_samples
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 

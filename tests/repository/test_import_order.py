@@ -68,6 +68,16 @@ def test_a_module_imports_from_its_own_layer_and_those_below(module: str) -> Non
     assert PACKAGE not in GRAPH[module] or LAYERS[own] in (("lab",), ("cli",)), "the package's own names are for users"
 
 
+def test_the_reference_needs_no_other_backend() -> None:
+    """Other kernels are compared with it, so nothing of theirs may be in it."""
+    others = tuple(f"{PACKAGE}.backends.{name}" for name in ("compiled", "cpu_int8", "triton_fp4"))
+    seen, ahead = set(), [module for module in GRAPH if module.startswith(f"{PACKAGE}.backends.reference")]
+    while ahead:
+        seen.add(module := ahead.pop())
+        ahead += [m for m in GRAPH.get(module, ()) if m not in seen and m != f"{PACKAGE}.backends"]
+    assert [module for module in sorted(seen) if module.startswith(others)] == []
+
+
 def test_no_imports_go_in_a_circle() -> None:
     # A package's __init__ only says what it holds, but for those that register what is inside.
     graph = {m: {o for o in others if o != PACKAGE and KNOWN[o].name != "__init__.py"} for m, others in GRAPH.items()}
