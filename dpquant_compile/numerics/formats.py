@@ -89,10 +89,6 @@ class Format:
         steps = {high - low for low, high in zip(self.grid, self.grid[1:], strict=False)}
         return f"{'INT' if len(steps) == 1 else 'FP'}{self.bits}"
 
-    def levels(self) -> tuple[float, ...]:
-        """All values of the unit grid, ascending."""
-        return self.grid
-
     def rounded(self, x: Tensor, bits: Tensor | None, block_dim: int, scale: str) -> tuple[Tensor, Tensor]:
         """`round` with a scale of that granularity."""
         assert self.scales is not None

@@ -38,9 +38,6 @@ def round_int4(x: Tensor, bits: Tensor | None, block_dim: int, scale: str = "sam
             order of the other dimensions, or for several indices where they have fewer; "block": one for 16 elements
             along `block_dim`
     """
-    if x.dim() == 1:  # a sample is one number
-        q, unit = round_int4(x[:, None], None if bits is None else bits[:, None], -1, scale)
-        return q[:, 0], unit[:, 0]
     x, s, ok = clean(x)
     largest = torch.where(sample_max(-x) > 0, 7.0, 15.0)
     if scale == "sample":

@@ -20,7 +20,7 @@ def encode(q: Tensor, fmt: str | Format) -> Tensor:
     In a symmetric grid -0.0 has a code of its own, 8; elsewhere it is coded as 0.
     """
     fmt = _packable(fmt)
-    levels = torch.tensor(fmt.levels(), dtype=torch.float32, device=q.device)
+    levels = torch.tensor(fmt.grid, dtype=torch.float32, device=q.device)
     values = q.detach().to(torch.float32).contiguous()
     place = torch.searchsorted(levels, values).clamp(max=levels.numel() - 1)
     off_grid = levels[place] != values  # true for NaN and infinity
@@ -29,7 +29,7 @@ def encode(q: Tensor, fmt: str | Format) -> Tensor:
             f"{int(off_grid.sum())} value(s) are not on the grid of {fmt}, such as {values[off_grid][0].item()}: "
             "pass q of quantize_parts, in units of the scale"
         )
-    number = place - fmt.levels().index(0.0)
+    number = place - fmt.grid.index(0.0)
     if fmt.symmetric:
         return (number.abs() + 8 * values.signbit().to(torch.int64)).to(torch.uint8)
     return (number % 16).to(torch.uint8)
@@ -39,7 +39,7 @@ def decode(codes: Tensor, fmt: str | Format) -> Tensor:
     """The float32 unit-grid values of uint8 codes: the inverse of `encode`, bit for bit."""
     fmt = _packable(fmt)
     _check_codes(codes)
-    levels = fmt.levels()
+    levels = fmt.grid
     zero = levels.index(0.0)
     upper, lower = levels[zero:], levels[:zero]
     table = [0.0] * 16

@@ -66,7 +66,7 @@ def quantize_parts(
     Requires: `key` an int64 scalar, `samples` the int64 ids `[B]` of the samples (one id when `axis` is None), both on
     the device of `x`; `dim` a dimension of `x`, not the samples', counted from either end: the channels, along which
     blocks lie. Formats with one scale per sample do not look at it.
-    Ensures: `q` float32 on `fmt.levels()` (or `fmt.unsigned`), with +0 zeros; `unit` float32 and broadcastable; what a
+    Ensures: `q` float32 on `fmt.grid` (or `fmt.unsigned`), with +0 zeros; `unit` float32 and broadcastable; what a
     sample becomes is a function of its elements, its id and the key alone, and of its elements alone if rounding is to
     nearest; a sample that is not finite has `unit` NaN, so all its values are NaN. Traceable with a symbolic batch
     size. No gradient flows through.

@@ -340,7 +340,7 @@ def test_gpu_kernel_for(capability: tuple[int, int], format: str, name: str) -> 
 
 @pytest.mark.parametrize("name", ["luq_fp4", "uniform4"])
 def test_levels_are_exact_in_the_types_of_their_kernels(name: str) -> None:
-    levels = torch.tensor(get_format(name).levels())
+    levels = torch.tensor(get_format(name).grid)
     for dtype in (torch.float8_e4m3fn, torch.int8):
         assert torch.equal(levels.to(dtype).to(torch.float32), levels)
 
@@ -355,7 +355,7 @@ def test_products_of_fp8_operands_are_exact(seed: int, k: int) -> None:
 
 def test_luq_does_not_fit_nvfp4() -> None:
     """What keeps LUQ off the FP4 tensor cores: no scale makes all its levels E2M1 numbers."""
-    luq, e2m1 = get_format("luq_fp4").levels(), set(get_format("fp4_e2m1_nv").levels())
+    luq, e2m1 = get_format("luq_fp4").grid, set(get_format("fp4_e2m1_nv").grid)
     scales = {level / other for level in luq for other in e2m1 if level > 0 and other > 0}
     assert not any({level / scale for level in luq} <= e2m1 for scale in scales)
 

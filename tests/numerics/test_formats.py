@@ -41,23 +41,23 @@ def test_built_in_names_and_bits() -> None:
 
 
 def test_built_in_grids() -> None:
-    assert get_format("luq_fp4").levels() == (-64, -32, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64)
-    assert get_format("uniform4").levels() == tuple(range(-8, 8))
+    assert get_format("luq_fp4").grid == (-64, -32, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64)
+    assert get_format("uniform4").grid == tuple(range(-8, 8))
     e2m1 = (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
-    assert get_format("fp4_e2m1").levels() == get_format("fp4_e2m1_nv").levels() == e2m1
+    assert get_format("fp4_e2m1").grid == get_format("fp4_e2m1_nv").grid == e2m1
     assert [get_format(name).symmetric for name in FORMATS] == [True, True, False, True, True, True, True, True]
 
 
 def test_e5m2_grid_is_torchs() -> None:
     patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e5m2).to(torch.float32)
     expected = patterns[patterns.isfinite()].unique()
-    assert torch.equal(torch.tensor(get_format("fp8_e5m2").levels()), expected)
+    assert torch.equal(torch.tensor(get_format("fp8_e5m2").grid), expected)
 
 
 def test_e4m3_grid_is_torchs() -> None:
     patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     expected = patterns[patterns.isfinite()].unique()
-    assert torch.equal(torch.tensor(get_format("fp8_e4m3").levels()), expected)
+    assert torch.equal(torch.tensor(get_format("fp8_e4m3").grid), expected)
 
 
 def test_nearest_is_torchs_cast() -> None:
@@ -130,7 +130,7 @@ def test_unbiased_between_and_under_the_levels(name: str) -> None:
     The first element fixes the scale so that the unit is 1; every row is a sample of its own, with its own bits.
     """
     draws = 4000
-    levels = torch.tensor(get_format(name).levels())
+    levels = torch.tensor(get_format(name).grid)
     inner = levels[:-1] + torch.rand(len(levels) - 1, generator=torch.Generator().manual_seed(1)) * levels.diff()
     under = torch.tensor([0.01, 0.3, -0.1]) * levels[levels > 0][0]
     for points in torch.cat([inner, under]).split(13):  # with the largest, inside one block of 16
@@ -171,14 +171,14 @@ def test_on_the_grid(name: str) -> None:
 def test_rounds_to_a_neighbour(name: str) -> None:
     x = normal(4, 96)
     q, unit = parts(x, name)
-    levels, t = torch.tensor(OperandSpec.parse(name).of.levels()), x / unit
+    levels, t = torch.tensor(OperandSpec.parse(name).of.grid), x / unit
     at = torch.searchsorted(levels, t).clamp(1, len(levels) - 1)
     assert torch.all((q == levels[at]) | (q == levels[at - 1]))
 
 
 @every_format
 def test_numbers_on_the_grid_stay(name: str) -> None:
-    levels = torch.tensor(get_format(name).levels())
+    levels = torch.tensor(get_format(name).grid)
     rows = torch.zeros(-(-len(levels) // 14), 16)
     rows[:, 0], rows[:, 1] = LARGEST[name], levels[levels < 0][-1]
     rows[:, 2:] = torch.nn.functional.pad(levels, (0, len(rows) * 14 - len(levels))).view(len(rows), 14)

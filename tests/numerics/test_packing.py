@@ -32,7 +32,7 @@ def test_pack_round_trip(shape: list[int], seed: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(FOUR_BIT), shape=SHAPES, seed=st.integers(0, 2**31))
 def test_encode_round_trip(name: str, shape: list[int], seed: int) -> None:
-    levels = torch.tensor(get_format(name).levels())
+    levels = torch.tensor(get_format(name).grid)
     q = levels[torch.randint(0, len(levels), shape, generator=torch.Generator().manual_seed(seed))]
     codes = encode(q, name)
     assert codes.dtype == torch.uint8 and codes.shape == q.shape

@@ -51,7 +51,7 @@ def test_zeros(name: str) -> None:
 def test_extreme_bits(name: str, pattern: int) -> None:
     """The random numbers next to 0 and 1 move neither zero nor the largest, nor lift what is as good as zero."""
     spec = OperandSpec.parse(name)
-    x = torch.tensor([[0.0, spec.of.levels()[-1] / 4, -1e-20, 1e-37] + [0.0] * 12])  # a unit that is a power of two
+    x = torch.tensor([[0.0, spec.of.grid[-1] / 4, -1e-20, 1e-37] + [0.0] * 12])  # a unit that is a power of two
     q, unit = spec.of.rounded(x, torch.full(x.shape, pattern, dtype=torch.int32), 1, spec.scale)
     assert same_bits(q[:, [0, 2, 3]], torch.zeros(1, 3))
     torch.testing.assert_close((q * unit)[0, 1], x[0, 1])
@@ -221,7 +221,7 @@ def test_elements_are_numbered_inside_the_sample() -> None:
         seen["bits"] = bits
         return get_format("luq_fp4").round(x, bits, block_dim)
 
-    fmt = Format("spy", bits=4, grid=get_format("luq_fp4").levels(), round=spy)
+    fmt = Format("spy", bits=4, grid=get_format("luq_fp4").grid, round=spy)
     quantize_parts(normal(3, 4, 5), fmt, KEY, torch.tensor([7, 8, 9, 2]), BatchAxis(1))
     k0, k1 = sample_keys(KEY, torch.tensor([7, 8, 9, 2]))
     index = torch.arange(15, dtype=torch.int32)
@@ -334,7 +334,7 @@ def test_nearest_needs_no_bits_and_is_the_nearest(name: str) -> None:
     q, unit = parts(x, name)
     fmt = OperandSpec.parse(name).of
     for i in range(7):
-        grid = fmt.unsigned if fmt.unsigned is not None and bool((x[i] >= 0).all()) else fmt.levels()
+        grid = fmt.unsigned if fmt.unsigned is not None and bool((x[i] >= 0).all()) else fmt.grid
         t = (x[i] / unit.expand_as(q)[i]).double()
         distance = (t[..., None] - torch.tensor(grid, dtype=torch.float64)).abs().amin(-1)
         assert torch.all((t - q[i].double()).abs() <= distance + 1e-4)

@@ -32,7 +32,7 @@ def parts(x: Tensor, name: str, axis: BatchAxis | None = PLAIN, block_dim: int =
 def levels_of(name: str) -> Tensor:
     """All levels of a format, of both its grids if it has two."""
     fmt = OperandSpec.parse(name).of
-    return torch.tensor(sorted({*fmt.levels(), *(fmt.unsigned or ())}))
+    return torch.tensor(sorted({*fmt.grid, *(fmt.unsigned or ())}))
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
