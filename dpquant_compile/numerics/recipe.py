@@ -63,10 +63,10 @@ class Recipe:
             raise CompileSpecError(f"high={self.high!r} is none of {', '.join(map(repr, HIGH))}")
 
     @staticmethod
-    def of_format(format: "str | OperandSpec", outputs: Outputs = "none", backend: str = "auto") -> "Recipe":
+    def of_format(format: "str | OperandSpec", outputs: Outputs = "none") -> "Recipe":
         """One format for all operands."""
         spec = operand_spec(format)
-        return Recipe(spec, spec, spec, outputs=outputs, backend=backend)
+        return Recipe(spec, spec, spec, outputs=outputs)
 
     @property
     def operands(self) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
@@ -96,10 +96,15 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The name under which it is registered, for whatever backend; else its operands and outputs."""
-        for name, known in _RECIPES.items():
-            if replace(known, backend=self.backend, high=self.high) == self:
-                return name
+        """The name under which it is registered, for whatever backend; else its operands and outputs.
+
+        A recipe that is registered with full precision outside lends its name whatever `high` is; one that is
+        registered with another `high` means that one alone.
+        """
+        for high in (self.high, "float32"):
+            for name, known in _RECIPES.items():
+                if known.high == high and replace(known, backend=self.backend, high=self.high) == self:
+                    return name
         # One format for all operands may have the name of a recipe, and must not pass for it.
         words = f"{self.input.spelt}, all operands" if self.numbers in _RECIPES else self.numbers
         return words if self.outputs == "none" else f"{words}/{self.outputs}"

@@ -140,6 +140,16 @@ def test_a_users_recipe_is_known_by_its_name() -> None:
             register_recipe(name, value)  # type: ignore[arg-type]
 
 
+def test_a_recipe_lends_its_name_to_those_that_are_it() -> None:
+    """`explain()` says what the other sites run in; a name that was given to that too must not hide its absence."""
+    operands = Recipe.parse("int4.nearest,int8.nearest,luq_fp4")
+    register_recipe("mine", replace(operands, high="int8"))
+    assert replace(operands, high="int8", backend="reference").name == "mine"
+    assert operands.name == "int4.nearest,int8.nearest,luq_fp4"
+    register_recipe("plain", operands)
+    assert operands.name == "plain" and replace(operands, high="int8").name == "mine"
+
+
 def test_a_failed_look_up_lists_the_choices() -> None:
     for wrong in (3, ["int4"]):
         with pytest.raises(CompileSpecError, match="is none of int4, int4_w8"):
