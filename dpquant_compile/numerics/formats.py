@@ -7,8 +7,9 @@ A user's own format is one call, and is then known by its name everywhere:
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -54,24 +55,26 @@ class Format:
     unsigned: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.name or not self.name.isidentifier():
+        given_name, block = cast(Any, self.name), cast(Any, self.block)
+        if not isinstance(given_name, str) or not given_name.isidentifier():
             raise FormatError(f"Format name={self.name!r}: use letters, digits and underscores, such as 'luq_fp4'")
         where = f"Format {self.name!r}: "
         if self.bits not in (4, 8):
             raise FormatError(f"{where}bits={self.bits!r}, must be 4 or 8")
-        if self.block is not None and self.block < 1:
+        if block is not None and (not isinstance(block, int) or block < 1):
             raise FormatError(f"{where}block={self.block!r}, must be None or at least 1")
         if not callable(self.round):
             raise FormatError(f"{where}round={self.round!r}, must be a function (x, bits, block_dim) -> (q, unit)")
-        _check_grid(f"{where}grid", self.grid, self.bits)
+        object.__setattr__(self, "grid", _checked_grid(f"{where}grid", self.grid, self.bits))
         if self.unsigned is not None:
-            _check_grid(f"{where}unsigned", self.unsigned, self.bits)
+            object.__setattr__(self, "unsigned", _checked_grid(f"{where}unsigned", self.unsigned, self.bits))
         if self.scales is None:
             object.__setattr__(self, "scales", ("sample",) if self.block is None else ("block",))
         for name, known in (("roundings", ROUNDINGS), ("scales", SCALES)):
             given = getattr(self, name)
-            if not given or any(word not in known for word in given):
+            if not isinstance(given, tuple | list) or not given or any(word not in known for word in given):
                 raise FormatError(f"{where}{name}={given!r}, must be some of {listing(known)}")
+            object.__setattr__(self, name, tuple(given))
 
     @property
     def packable(self) -> bool:
@@ -103,6 +106,8 @@ _FORMATS: dict[str, Format] = {}
 
 def register_format(fmt: Format) -> Format:
     """Make `fmt` known by its name, and return it. A name that is taken is refused."""
+    if not isinstance(fmt, Format):
+        raise RegistryError(f"{fmt!r} is no Format: give dpq.Format(name, bits=…, grid=…, round=…)")
     if fmt.name in _FORMATS:
         raise RegistryError(f"format {fmt.name!r} is already registered: choose another name")
     _FORMATS[fmt.name] = fmt
@@ -123,7 +128,11 @@ def format_names() -> tuple[str, ...]:
     return tuple(_FORMATS)
 
 
-def _check_grid(what: str, grid: tuple[float, ...], bits: int) -> None:
+def _checked_grid(what: str, given: Iterable[float], bits: int) -> tuple[float, ...]:
+    try:
+        grid = tuple(float(level) for level in given)
+    except (TypeError, ValueError):
+        raise FormatError(f"{what}={given!r}, must be numbers, such as (-1.0, 0.0, 1.0)") from None
     if not all(math.isfinite(level) for level in grid):
         raise FormatError(f"{what} holds a level that is not finite")
     if any(low >= high for low, high in itertools.pairwise(grid)):
@@ -132,6 +141,7 @@ def _check_grid(what: str, grid: tuple[float, ...], bits: int) -> None:
         raise FormatError(f"{what} lacks 0.0, which zero inputs and padding need")
     if len(grid) > 2**bits:
         raise FormatError(f"{what} has {len(grid)} levels, {bits} bits code {2**bits}")
+    return grid
 
 
 def _binary_grid(mantissa: int, min_exp: int, largest: float) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """`OperandSpec`: how one operand of a product is rounded, in one short printable name."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dpquant_compile.errors import FormatError, listing
 from dpquant_compile.numerics.formats import Format, get_format
@@ -28,6 +29,9 @@ class OperandSpec:
     scale: str = ""
 
     def __post_init__(self) -> None:
+        given: Any = self.format
+        if not isinstance(given, str):
+            raise FormatError(f"OperandSpec format={given!r}: give the name of a registered format, such as 'int8'")
         fmt = get_format(self.format)
         assert fmt.scales is not None
         for name, value, known in (("rounding", self.rounding, fmt.roundings), ("scale", self.scale, fmt.scales)):
@@ -80,6 +84,8 @@ def rounding_of(given: "str | Format | OperandSpec") -> tuple[Format, str, str]:
 
 def _read(text: str) -> tuple[Format, str, str]:
     """Plain operations only, not cached: Dynamo traces through this."""
+    if not isinstance(text, str):
+        raise FormatError(f"{text!r} is no format: give a name, such as 'int4.nearest.channel', or an OperandSpec")
     name, *words = text.split(".")
     fmt = get_format(name)
     assert fmt.scales is not None

@@ -120,6 +120,9 @@ class Recipe:
     @staticmethod
     def parse(text: str) -> "Recipe":
         """The recipe that prints as `text`; what stands behind the operands may be left out."""
+        given: Any = text
+        if not isinstance(given, str):
+            raise CompileSpecError(f"{text!r} is no recipe: write a text, such as 'int4.nearest,int4.nearest,luq_fp4'")
         return _parse(text)
 
 

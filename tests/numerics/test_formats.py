@@ -80,6 +80,18 @@ def test_an_unregistered_format_can_be_passed_itself() -> None:
     assert torch.equal(quantize(torch.tensor([[2.0, 2.0]]), fmt), torch.tensor([[2.0, 2.0]]))
 
 
+def test_a_grid_may_be_any_numbers() -> None:
+    tuples = Format("ternary", bits=4, grid=(-1.0, 0.0, 1.0), round=round_ternary)
+    lists = Format("ternary", 4, [-1, 0, 1], round_ternary, roundings=["stochastic"])  # type: ignore[arg-type]
+    assert lists == tuples and hash(lists) == hash(tuples) and lists.symmetric
+
+
+def test_what_is_no_format_is_not_registered() -> None:
+    for wrong in (5, "int8", None):
+        with pytest.raises(RegistryError, match="is no Format: give dpq"):
+            register_format(wrong)  # type: ignore[arg-type]
+
+
 def test_duplicates_are_refused() -> None:
     with pytest.raises(RegistryError, match="'luq_fp4' is already registered"):
         register_format(get_format("luq_fp4"))
@@ -100,9 +112,13 @@ def test_frozen() -> None:
     [
         ({"name": "two words"}, "name"),
         ({"name": ""}, "name"),
+        ({"name": 3}, "name=3"),
         ({"bits": 5}, "bits=5"),
         ({"block": 0}, "block=0"),
+        ({"block": "16"}, "block='16'"),
         ({"round": None}, "round"),
+        ({"grid": None}, "grid=None, must be numbers"),
+        ({"grid": ("a", 0.0)}, "must be numbers"),
         ({"grid": (1.0, 0.0)}, "ascend"),
         ({"grid": (-0.0, 0.0)}, "ascend"),
         ({"grid": (1.0, 2.0)}, "lacks 0.0"),
@@ -111,6 +127,7 @@ def test_frozen() -> None:
         ({"unsigned": (1.0, 2.0)}, "unsigned lacks 0.0"),
         ({"roundings": ("up",)}, "roundings"),
         ({"roundings": ()}, "roundings"),
+        ({"roundings": 5}, "roundings"),
         ({"scales": ("tensor",)}, "scales"),
     ],
 )

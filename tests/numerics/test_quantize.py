@@ -368,6 +368,7 @@ def test_input_is_not_changed() -> None:
         (lambda: quantize(torch.ones(2, 2), samples=torch.tensor([0.0, 1.0])), "samples must be 2 integer ids"),
         (lambda: quantize(torch.ones(2, 2), "fp4_e2m1", block_dim=0), "block_dim=0 is the sample dimension"),
         (lambda: quantize(torch.ones(2), "fp4_e2m1"), "block_dim=-1 is the sample dimension"),
+        (lambda: quantize(torch.ones(2), 5), "5 is no format: give a name"),  # type: ignore[arg-type]
         (lambda: quantize(torch.ones(2, 2), "fp4_e2m1", block_dim=2), "block_dim=2 is not a dimension"),
         (lambda: quantize(torch.ones(2, 2), on_nonfinite="ignore"), "on_nonfinite='ignore'"),  # type: ignore[arg-type]
         (lambda: parts(torch.ones(7, 2), "luq_fp4", BatchAxis(0, inner=2)), "does not hold whole samples"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,16 @@ def test_a_format_for_all_operands_does_not_pass_for_the_recipe_of_its_name() ->
 def test_what_is_no_recipe_is_refused(text: str) -> None:
     with pytest.raises(CompileSpecError, match="is no recipe: write one operand for all"):
         Recipe.parse(text)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, ["int4"], Recipe()])
+def test_what_is_no_text_is_refused(wrong: Any) -> None:
+    with pytest.raises(CompileSpecError, match="is no recipe: write a text"):
+        Recipe.parse(wrong)
+    with pytest.raises(FormatError, match="is no format: give a name"):
+        OperandSpec.parse(wrong)
+    with pytest.raises(FormatError, match="give the name of a registered format"):
+        OperandSpec(wrong)
 
 
 def test_a_recipe_is_frozen_and_checked() -> None:
