@@ -134,5 +134,6 @@ COMPILED = register_kernel(
         reference="reference",
         priority=10,
         note="rounding compiled by Inductor, products in full precision",
+        dtypes=(torch.float32,),
     )
 )

@@ -140,6 +140,7 @@ class Kernel:
     reference  the backend that its results are tested against; None for the reference itself
     priority   "auto" takes the highest that supports the call
     note       one line for `explain()`
+    dtypes     of weights that its arithmetic computes with; it leaves others to that of its reference. None: all
     """
 
     backend: str
@@ -149,6 +150,7 @@ class Kernel:
     reference: str | None
     priority: int
     note: str
+    dtypes: tuple[torch.dtype, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,11 @@ def backend_names() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def choose_kernel(call: SiteCall, device: torch.device) -> Choice:
+def choose_kernel(call: SiteCall, device: torch.device, dtype: torch.dtype = torch.float32) -> Choice:
     """The kernel that runs `call` on `device`; raises `KernelError` if the asked-for backend cannot.
 
-    Both sides of the switch run by the same kernel, since one program serves every policy.
+    Both sides of the switch run by the same kernel, since one program serves every policy. `dtype` is the weight's, for
+    `explain()`: operators leave it out, and the arithmetic that they get passes such tensors on by itself.
     """
     asked = call.recipe.backend
     if asked not in backend_names():
@@ -197,7 +200,9 @@ def choose_kernel(call: SiteCall, device: torch.device) -> Choice:
         other = call.running(call.recipe.other)
         reason = kernel.supports(call, device) or (None if other is None else kernel.supports(other, device))
         if reason is None:
-            return Choice(kernel, tuple(reasons))
+            if kernel.reference is None or kernel.dtypes is None or dtype in kernel.dtypes:
+                return Choice(kernel, tuple(reasons))
+            return Choice(_KERNELS[kernel.reference], (*reasons, (kernel.backend, f"its weight is {dtype}")))
         reasons.append((kernel.backend, reason))
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons)
     raise KernelError(f"no kernel runs {call.op} in {call.recipe} on {device}. {why}. Try backend='auto'")

@@ -1,18 +1,21 @@
 """`explain()`: what every site runs as, by which kernel, and why the rest is not a site."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from dpquant_compile.backends.registry import Choice, SiteCall, choose_kernel
 from dpquant_compile.backends.triton_fp4 import gpu_kernel_for
+from dpquant_compile.errors import KernelError
 from dpquant_compile.numerics.recipe import Precision
+from dpquant_compile.passes.precision.insert_switches import axes_of
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import BatchAxis, Site, SiteTable
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["Explanation", "Row", "explain", "kernel_of"]
+__all__ = ["Explanation", "Row", "explain", "kernel_of", "kernels_of"]
 
 _ROLES = ("input", "weight", "output gradient")
 
@@ -63,10 +66,45 @@ def _table(head: tuple[str, ...], body: Sequence[tuple[str, ...]]) -> Iterator[s
         yield "  ".join([*cells, line[-1]]).rstrip()
 
 
-def kernel_of(site: Site, spec: CompileSpec, device: torch.device) -> Choice:
-    """The kernel that runs `site` in low precision."""
-    call = SiteCall(site.op, spec.recipe, BatchAxis(0), BatchAxis(0), site.geometry, site.index, 0)
-    return choose_kernel(call, device)
+def kernel_of(
+    site: Site,
+    spec: CompileSpec,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    axes: tuple[BatchAxis, BatchAxis] = (BatchAxis(0), BatchAxis(0)),
+) -> Choice:
+    """The kernel that runs a call of `site` in low precision; raises `KernelError` where the backend has none.
+
+    `dtype` is the weight's, `axes` are the batch axes of input and output.
+    """
+    call = SiteCall(site.op, spec.recipe, *axes, site.geometry, site.index, 0)
+    try:
+        return choose_kernel(call, device, dtype)
+    except KernelError as error:
+        raise KernelError(f"site {site.name!r}: {error}") from None
+
+
+def kernels_of(
+    spec: CompileSpec, device: torch.device, dtypes: Mapping[str, torch.dtype], graph: fx.GraphModule | None = None
+) -> Callable[[Site], Choice]:
+    """A function from a site to the kernel that runs it; of several calls, to the one of lowest priority.
+
+    `dtypes` are those of the parameters by name; `graph` is the captured graph, which has the calls and their batch
+    axes. A site that it does not have is taken to be called on a plain batch.
+    """
+    calls: dict[str, list[tuple[BatchAxis, BatchAxis]]] = {}
+    for node in graph.graph.nodes if graph is not None else ():
+        if "site" in node.meta:
+            calls.setdefault(node.meta["site"].name, []).append(axes_of(node))
+
+    def kernel(site: Site) -> Choice:
+        dtype = dtypes.get(site.weight or "", torch.float32)
+        if site.name not in calls:
+            return kernel_of(site, spec, device, dtype)
+        found = [kernel_of(site, spec, device, dtype, axes) for axes in dict.fromkeys(calls[site.name])]
+        return min(found, key=lambda choice: choice.kernel.priority)
+
+    return kernel
 
 
 def explain(
@@ -75,14 +113,14 @@ def explain(
     spec: CompileSpec,
     device: torch.device,
     training: bool,
+    kernel_for: Callable[[Site], Choice],
     lost: Mapping[str, str] | None = None,
     private: Sequence[tuple[str, str, str]] = (),
-    emulated: Mapping[str, str] | None = None,
 ) -> Explanation:
-    """The table for a model in its present state. `lost` are sites that the last call could not quantize, and why.
+    """The table for a model in its present state. `kernel_for` says what runs a site, see `kernels_of`.
 
-    `private` says for each trainable parameter under a privacy engine: its name, the operators that use it, and the
-    way its per-sample gradients are taken. `emulated` are sites whose native kernel cannot take their tensors, and why.
+    `lost` are sites that the last call could not quantize, and why. `private` says for each trainable parameter under a
+    privacy engine: its name, the operators that use it, and the way its per-sample gradients are taken.
     """
     rows = []
     active = training or spec.quantize_eval
@@ -92,22 +130,20 @@ def explain(
             reason = f"in the last call: {lost[site.name]}"
             rows.append(Row(site.name, site.op, shape, "skipped", "torch (full precision)", False, reason))
             continue
-        choice = kernel_of(site, spec, device)
-        low = active and site.name in policy
-        high = active and not low and spec.recipe.other == Precision.HIGH
-        passed = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
-        note = "; ".join(part for part in (choice.kernel.note, passed) if part) if low or high else ""
-        kernel, native = (str(choice), choice.kernel.native) if low or high else ("torch (full precision)", False)
-        if native and emulated and site.name in emulated:
-            kernel, native, note = "compiled (emulated)", False, f"not {choice.kernel.backend}: {emulated[site.name]}"
-        rows.append(
-            Row(site.name, site.op, shape, "low" if low else spec.recipe.high if high else "full", kernel, native, note)
-        )
+        low = site.name in policy
+        if not active or (not low and spec.recipe.other == Precision.FULL):
+            rows.append(Row(site.name, site.op, shape, "full", "torch (full precision)", False, ""))
+            continue
+        choice = kernel_for(site)
+        passed = [f"not {name}: {reason}" for name, reason in choice.passed_over]
+        note = "; ".join(part for part in (choice.kernel.note, *passed) if part)
+        precision = "low" if low else spec.recipe.high
+        rows.append(Row(site.name, site.op, shape, precision, str(choice), choice.kernel.native, note))
     for skip in sites.skipped:
         where = f" [{skip.source}]" if skip.source else ""
         kernel = "torch (full precision)"
         rows.append(Row(skip.name, skip.op, "", "skipped", kernel, False, skip.reason + where))
-    mode = "train()" if training else "eval(), quantized" if spec.quantize_eval else "eval(): full precision"
+    mode = "train()" if training else "eval(), quantized" if active else "train(); now eval(): all in full precision"
     recipe = spec.recipe
     others = "" if recipe.other == Precision.FULL else f", the others in {recipe.high}"
     what = f"{recipe.name}, outputs {recipe.outputs!r}{others}"

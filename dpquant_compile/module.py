@@ -1,7 +1,7 @@
 """`CompiledModule`: the user's model, running as a graph with switchable sites."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,19 +12,19 @@ from torch import fx, nn
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.graph_compile import AotGraph
+from dpquant_compile.backends.registry import Choice
 from dpquant_compile.engine_interface import Internals, Runner, refuse_grad_samplers
 from dpquant_compile.errors import CaptureError, SiteError, listing
-from dpquant_compile.explain import Explanation, explain, kernel_of
+from dpquant_compile.explain import Explanation, explain, kernel_of, kernels_of
 from dpquant_compile.link_table import Dispatcher, LinkTable
 from dpquant_compile.numerics.random_bits import RandomBits
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.generation_cache import holds_object
-from dpquant_compile.passes.precision.insert_switches import axes_of
 from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.policy import Policy, draw_policy, resolve_budget, resolve_policy
 from dpquant_compile.programs import Programs, mark_batch_dynamic, site_axes
-from dpquant_compile.sites import BatchAxis, Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
+from dpquant_compile.sites import Site, SiteFilter, SiteTable, Skipped, renumber, select_sites
 from dpquant_compile.spec import CompileSpec
 from dpquant_compile.variants import Precompilation, VariantCache
 from dpquant_compile.view import GraphView, PrivateView
@@ -310,19 +310,13 @@ class CompiledModule(nn.Module):
         lost = {s.name: s.reason for s in collect_sites(latest.base).skipped} if latest is not None else {}
         private = self.__dict__["_private"].ways() if self.__dict__["_private"] is not None else ()
         where = self._device(), self._original.training
-        return explain(self._sites, self.policy, self._spec, *where, lost, private, self._not_native())
+        return explain(self._sites, self.policy, self._spec, *where, self._kernels(), lost, private)
 
-    def _not_native(self) -> dict[str, str]:
-        """Sites whose tensors a native kernel passes to the emulated one, and why."""
-        held = dict(self._original.named_parameters(remove_duplicate=False))
-        dtypes = {site.name: held[site.weight].dtype for site in self._sites if site.weight in held}
-        reasons = {name: f"its weight is {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32}
-        nodes = self._programs.latest.base.graph.nodes if self._programs.latest is not None else ()
-        for node in nodes:
-            site = node.meta.get("site")
-            if site is not None and site.geometry is not None and axes_of(node) != (BatchAxis(0), BatchAxis(0)):
-                reasons[site.name] = "a sample of this conv is more than one image"
-        return reasons
+    def _kernels(self) -> Callable[[Site], Choice]:
+        """What runs a site, by its tensors in the last call."""
+        dtypes = {name: p.dtype for name, p in self._original.named_parameters(remove_duplicate=False)}
+        latest = self._programs.latest
+        return kernels_of(self._spec, self._device(), dtypes, None if latest is None else latest.base)
 
     def trace_log(self) -> tuple[PassRecord, ...]:
         """Every pass over this model's graphs so far; `print` a record to read the graph before and after it."""
@@ -335,8 +329,8 @@ class CompiledModule(nn.Module):
 
     def graph_view(self) -> GraphView:
         """The graph as a drawing: `.to_networkx()`, `.to_svg()`, `.with_policy(policy)`."""
-        device = self._device()
-        kernels = {site.name: str(kernel_of(site, self._spec, device)) for site in self._sites}
+        kernel_for = self._kernels()
+        kernels = {site.name: str(kernel_for(site)) for site in self._sites}
         title = type(self._original).__name__
         low = self._spec.recipe.label
         view = GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title, low)

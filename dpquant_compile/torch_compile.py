@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from dpquant_compile import pipeline
 from dpquant_compile.backends.graph_compile import AotGraph, Recorder, lower
 from dpquant_compile.errors import CaptureError, CompileSpecError, listing
-from dpquant_compile.explain import Explanation, explain
+from dpquant_compile.explain import Explanation, explain, kernels_of
 from dpquant_compile.link_table import Dispatcher
 from dpquant_compile.passes.batch.track_batch import hint, symbolic_batch
 from dpquant_compile.passes.canonical.mark_sites import collect_sites
@@ -62,6 +62,7 @@ class CompiledHandle:
         first = draw_policy(resolve_budget(spec.budget, names), names, spec.seed)
         self.dispatcher = Dispatcher(names, spec.seed, first, spec.recipe.other)
         self.graphs: list[fx.GraphModule] = []
+        self.dtypes: dict[str, torch.dtype] = {}
 
     @property
     def policy(self) -> Policy:
@@ -76,7 +77,9 @@ class CompiledHandle:
         return tuple(self.recorder.graphs)
 
     def explain(self) -> Explanation:
-        return explain(self.sites, self.policy, self.spec, self.device, True)
+        latest = self.graphs[-1] if self.graphs else None
+        kernel_for = kernels_of(self.spec, self.device, self.dtypes, latest)
+        return explain(self.sites, self.policy, self.spec, self.device, True, kernel_for)
 
 
 def sessions() -> tuple[CompiledHandle, ...]:
@@ -117,6 +120,11 @@ def dpquant(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Any =
     switched = pipeline.rewritten(graph, table, handle.dispatcher.rows, str(spec.recipe), log)
     handle.graphs.append(switched)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    handle.dtypes |= {
+        node.meta["state"]: value.dtype
+        for node, value in zip(nodes, example_inputs, strict=True)
+        if "state" in node.meta and isinstance(value, Tensor)
+    }
     carriers = [i for i, node in enumerate(nodes) if "state" not in node.meta and _size(example_inputs[i]) == batch]
     weights = [i for i, value in enumerate(example_inputs) if isinstance(value, torch.nn.Parameter)]
 

@@ -314,5 +314,6 @@ CPU_INT8 = register_kernel(
         reference="reference",
         priority=20,
         note="exact int8 products",
+        dtypes=(torch.float32,),
     )
 )

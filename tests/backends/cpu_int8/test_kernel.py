@@ -21,7 +21,7 @@ from dpquant_compile.backends.ops.site import axis_list, site_arguments, site_ca
 from dpquant_compile.backends.reference.emulated import key_of
 from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
-from dpquant_compile.explain import explain
+from dpquant_compile.explain import explain, kernels_of
 from dpquant_compile.numerics import integers
 from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import from_samples, quantize_parts, to_samples
@@ -394,13 +394,14 @@ def test_explain_says_native_or_why_not() -> None:
         (row,) = other.explain()
         assert not row.native and "emulated" in row.kernel and f"int8, not {fmt}" in row.note
     (row,) = dpq.compile(nn.Linear(4, 4).double(), budget=1).train().explain()
-    assert not row.native and "emulated" in row.kernel and "its weight is torch.float64" in row.note
+    assert row.kernel == "reference (emulated)" and "its weight is torch.float64" in row.note
 
 
 def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec = dpq.compile(nn.Linear(4, 4), budget=1).train(), Recipe.of_format("luq_fp4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    text = str(explain(model.sites, model.policy, CompileSpec(1, spec), torch.device("cuda"), training=True))
+    what, device = CompileSpec(1, spec), torch.device("cuda")
+    text = str(explain(model.sites, model.policy, what, device, True, kernels_of(what, device, {})))
     assert "not used yet: fp8 by torch._scaled_mm" in text and "never run on a GPU" in text
     assert "reference (emulated)" in text and "not cpu_int8: for the CPU only" in text
 
