@@ -17,8 +17,6 @@ from dpquant_compile.spec import CompileSpec
 
 __all__ = ["Explanation", "Row", "explain", "kernel_of", "kernels_of"]
 
-_ROLES = ("input", "weight", "output gradient")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -149,9 +147,7 @@ def explain(
     what = f"{recipe.name}, outputs {recipe.outputs!r}{others}"
     title = f"{len(policy)} of {len(sites)} sites in {what}, {mode}, on {device}"
     if recipe.name != recipe.numbers:
-        title += f"\n{recipe.name}: " + "; ".join(
-            f"{role} {operand}" for role, operand in zip(_ROLES, recipe.operands, strict=True)
-        )
+        title += f"\n{recipe.name}: {recipe.in_words}"
     if recipe.hadamard:
         title += "\nHadamard transform of the operands of linears' weight gradients"
     if device.type == "cuda":

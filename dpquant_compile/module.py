@@ -18,6 +18,7 @@ from dpquant_compile.errors import CaptureError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of, kernels_of
 from dpquant_compile.link_table import Dispatcher, LinkTable
 from dpquant_compile.numerics.random_bits import RandomBits
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.passes.batch.track_batch import batch_size
 from dpquant_compile.passes.canonical.mark_sites import collect_sites, declared_sites
 from dpquant_compile.passes.generation_cache import holds_object
@@ -332,8 +333,8 @@ class CompiledModule(nn.Module):
         kernel_for = self._kernels()
         kernels = {site.name: str(kernel_for(site)) for site in self._sites}
         title = type(self._original).__name__
-        low = self._spec.recipe.label
-        view = GraphView.build(self._programs.readable(), self._sites, self.policy, kernels, title, low)
+        readable, recipe = self._programs.readable(), self._spec.recipe
+        view = GraphView.build(readable, self._sites, self.policy, kernels, title, recipe)
         runner = self.__dict__["_private"]
         return view if runner is None else replace(view, private=PrivateView.build(self.trace_log(), runner.ways()))
 
@@ -405,7 +406,9 @@ class CompiledModule(nn.Module):
         return _restore, (self._original, self._spec, chosen, state)
 
     def extra_repr(self) -> str:
-        return f"{len(self.policy)} of {len(self._sites)} sites in {self._spec.recipe.name}"
+        recipe = self._spec.recipe
+        others = "" if recipe.other == Precision.FULL else f", the others in {recipe.high}"
+        return f"{len(self.policy)} of {len(self._sites)} sites in {recipe.name}{others}"
 
 
 def _is_recorded(args: Any, kwargs: Any) -> bool:

@@ -157,6 +157,10 @@ def test_explain_names_the_recipe_its_operands_and_the_others_precision() -> Non
     assert "1 of 3 sites in int4, outputs 'none', the others in int8" in text
     assert "int4: input int4.nearest.channel; weight int4.nearest.block; output gradient int4.channel" in text
     assert [row.precision for row in model.explain()] == ["low", "int8", "int8"]
+    nodes = model.graph_view().to_networkx().nodes.values()
+    assert [node["precision"] for node in nodes if node["site"] is not None] == ["low", "int8", "int8"]
+    assert model.extra_repr() == "1 of 3 sites in int4, the others in int8"
+    assert compiled().extra_repr().endswith("in int4")
 
 
 def test_explain_says_where_operands_are_transformed() -> None:

@@ -88,8 +88,8 @@ def _lead(rows: Sequence[Row], runs: Sequence[RunResult], times: bool) -> str:
     )
     words = (
         "A site is a convolution or a linear layer. The budget is the share of sites in low precision in an epoch; at "
-        "0 % all of training is in float32. Both accuracies are of the same trained model: evaluated with all sites in "
-        "float32, and with the last epoch's sites in low precision."
+        "0 % all of training is in float32, or in what the setting high says. Both accuracies are of the same trained "
+        "model: evaluated with all sites in float32, and with the last epoch's sites in low precision."
     )
     tasks = sorted({run.config.task for run in runs})
     choose = ""

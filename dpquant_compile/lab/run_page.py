@@ -66,7 +66,8 @@ def _figures(run: RunResult, times: bool) -> str:
     if run.epsilon is not None:
         known = run.config.reproducible
         spent += ", as long as nobody knows the seed" if known else ", with noise from the operating system's entropy"
-    where = f"the model evaluated with {low} of {total} sites in {run.config.precision}, as in the last epoch"
+    others = "" if run.config.high == "float32" else f" and the others in {run.config.high}"
+    where = f"the model evaluated with {low} of {total} sites in {run.config.precision}{others}, as in the last epoch"
     figures = [
         (
             "accuracy, full precision",
@@ -130,7 +131,7 @@ def _purposes(run: RunResult) -> str:
 
 def _schedule(run: RunResult) -> str:
     if not any(row.policy for row in run.epochs):
-        return "<p>Every site ran in full precision in every epoch.</p>"
+        return f"<p>Every site ran in {escape(_others(run.config))} in every epoch.</p>"
     # A schedule that draws nothing still holds probabilities, and one without measurements holds scores of zero.
     chances = run.probabilities if run.config.scheduler in ("dpquant", "pls") else {}
     scores = run.scores if "analysis" in run.epsilons else {}
@@ -149,8 +150,9 @@ def _schedule(run: RunResult) -> str:
     first, last = run.epochs[0].epoch, run.epochs[-1].epoch
     epochs = f"epochs {first} to {last}" if last > first else f"epoch {first}"
     table = Table(("site", epochs, "epochs low", "probability", "score"), tuple(rows), labels=2)
-    signs = [("full precision", '<path class="cell-full" d="M0 -6v12"/>')]
-    signs.append((f"low precision ({run.config.precision})", '<path class="cell-low" d="M0 -6v12"/>'))
+    signs = [(_others(run.config), '<path class="cell-full" d="M0 -6v12"/>')]
+    recipe = run.config.numerics()
+    signs.append((f"low precision ({recipe.name}: {recipe.in_words})", '<path class="cell-low" d="M0 -6v12"/>'))
     note = (
         "One cell per epoch. Probability: the chance to be drawn first, by the last scores; a dash where nothing is "
         "drawn. Score: the noised measurement of what low precision costs there, averaged over analyses; a dash where "
@@ -158,6 +160,11 @@ def _schedule(run: RunResult) -> str:
     )
     grid = html_table(table, "Schedule: sites by epochs")
     return f'{legend(signs)}<div class="schedule">{grid}</div><p class="hint">{note}</p>'
+
+
+def _others(config: RunConfig) -> str:
+    """What sites ran in that were not low."""
+    return "full precision" if config.high == "float32" else config.high
 
 
 def _score(value: float | None) -> str:

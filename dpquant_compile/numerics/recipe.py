@@ -110,6 +110,17 @@ class Recipe:
         return words if self.outputs == "none" else f"{words}/{self.outputs}"
 
     @property
+    def in_words(self) -> str:
+        """Each operand with its role, for reports: "input int8.nearest; weight …; output gradient …"."""
+        words = zip(("input", "weight", "output gradient"), self.operands, strict=True)
+        return "; ".join(f"{role} {operand}" for role, operand in words)
+
+    @property
+    def others(self) -> str:
+        """What sites that are not low run in: "full precision", or `high`."""
+        return "full precision" if self.other == Precision.FULL else self.high
+
+    @property
     def label(self) -> str:
         """How drawings call it: FP4, INT8, …; "INT4/FP4" where operands differ."""
         return "/".join(dict.fromkeys(spec.of.label for spec in self.operands))

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from dpquant_compile.errors import CompileSpecError
+from dpquant_compile.numerics.recipe import Precision, Recipe
 from dpquant_compile.policy import Policy, resolve_policy
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode, contract
@@ -23,17 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphView"]
 
-# Placeholder in the page and the drawing for the name of the low-precision format.
-_LOW = "@LOW@"
-
 
 @dataclass(frozen=True)
 class GraphView:
     """The graph of a model for drawing: sites, other tensor ops, and the flow between them.
 
     Parameters, shape arithmetic and the compiler's own inputs are left out; see `contract`. A view is a snapshot:
-    it does not follow later changes of the model. `private` is the private program, once an engine has made one; the
-    page shows it. `with_policy` shows the same graph under another policy.
+    it does not follow later changes of the model, and shows sites as they run in training. `recipe` says in what.
+    `private` is the private program, once an engine has made one; the page shows it. `with_policy` shows the same graph
+    under another policy.
     """
 
     nodes: tuple[ViewNode, ...]
@@ -42,7 +41,7 @@ class GraphView:
     policy: Policy
     kernels: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     title: str = "model"
-    low: str = "FP4"
+    recipe: Recipe = field(default_factory=Recipe)
     private: PrivateView | None = None
 
     @classmethod
@@ -53,36 +52,44 @@ class GraphView:
         policy: Policy,
         kernels: Mapping[str, str] | None = None,
         title: str = "model",
-        low: str = "FP4",
+        recipe: Recipe | None = None,
     ) -> "GraphView":
         """Describe `gm`, whose site nodes carry `meta["site"]`.
 
-        `kernels` says per site name what runs it, `low` what low precision is called in drawings.
+        `kernels` says per site name what runs it; `recipe`, by default that of `compile`, what low precision is.
         """
         nodes, edges = contract(gm, sites)
         policy = resolve_policy(policy, sites.names)
-        return cls(nodes, edges, sites, policy, MappingProxyType(dict(kernels or {})), title, low)
+        return cls(nodes, edges, sites, policy, MappingProxyType(dict(kernels or {})), title, recipe or Recipe())
 
     def with_policy(self, policy: str | Iterable[str]) -> "GraphView":
         """The same graph under another policy: a `Policy`, site names, "all" or "none"."""
         return replace(self, policy=resolve_policy(policy, self.sites.names))
 
-    def precision(self, node: ViewNode) -> Literal["low", "full"] | None:
-        """The precision of a node under the policy of this view; None if it is no site."""
+    def precision(self, node: ViewNode) -> str | None:
+        """The precision of a node under the policy of this view: "low", "full" or what the recipe's `high` says.
+
+        None if it is no site.
+        """
         if node.site is None:
             return None
-        return "low" if node.site in self.policy else "full"
+        other = "full" if self.recipe.other == Precision.FULL else self.recipe.high
+        return "low" if node.site in self.policy else other
 
     @cached_property
     def layout(self) -> Layout:
         """The positions of nodes and edges."""
-        return place(self.nodes, self.edges, self.sites)
+        return place(self.nodes, self.edges, self.sites, self.recipe.label)
 
     def to_networkx(self) -> "networkx.DiGraph":
-        """A DiGraph in graph order. Nodes carry the fields of `ViewNode`, `precision` and `kernel`; edges `skip`."""
+        """A DiGraph in graph order. Nodes carry the fields of `ViewNode`, `precision` and `kernel`; edges `skip`.
+
+        The graph itself carries title, policy, and name and operands of the recipe.
+        """
         import networkx  # slow to import, and only needed here
 
-        graph = networkx.DiGraph(title=self.title, policy=str(self.policy))
+        recipe = {"recipe": self.recipe.name, "operands": self.recipe.in_words}
+        graph = networkx.DiGraph(title=self.title, policy=str(self.policy), **recipe)
         for node in self.nodes:
             fields = {name: value for name, value in vars(node).items() if name != "id"}
             kernel = self.kernels.get(node.site) if node.site is not None else None
@@ -93,8 +100,7 @@ class GraphView:
 
     def to_svg(self) -> str:
         """The drawing as an SVG document."""
-        svg = render_svg(self.nodes, self.edges, self.layout, self.sites, self.policy, self.title)
-        return svg.replace(_LOW, self.low)
+        return render_svg(self.nodes, self.edges, self.layout, self.sites, self.policy, self.recipe, self.title)
 
     def draw(self, path: str | Path) -> Path:
         """Write the drawing to `path`, which must end in .svg; return the path."""
@@ -112,9 +118,18 @@ class GraphView:
         target = _checked(path, ".html", "save_html", ".htm")
         epochs = [resolve_policy(policy, self.sites.names) for policy in schedule or ()]
         page = render_html(
-            self.nodes, self.edges, self.layout, self.sites, self.policy, epochs, self.kernels, self.title, self.private
+            self.nodes,
+            self.edges,
+            self.layout,
+            self.sites,
+            self.policy,
+            epochs,
+            self.kernels,
+            self.recipe,
+            self.title,
+            self.private,
         )
-        target.write_text(page.replace(_LOW, self.low), encoding="utf-8")
+        target.write_text(page, encoding="utf-8")
         return target
 
 

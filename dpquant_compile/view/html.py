@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode
 from dpquant_compile.view.layout import Layout
 from dpquant_compile.view.private_view import PrivateView
-from dpquant_compile.view.svg import ARROWS, STYLE, extent, render_graph
+from dpquant_compile.view.svg import ARROWS, STYLE, badge_width, extent, render_graph
 from dpquant_compile.view.template import fill_template, read_resource
 
 __all__ = ["embed_json", "render_html"]
@@ -26,6 +27,7 @@ def render_html(
     policy: Policy,
     epochs: Sequence[Policy],
     kernels: Mapping[str, str],
+    recipe: Recipe,
     title: str,
     private: PrivateView | None = None,
 ) -> str:
@@ -35,6 +37,10 @@ def render_html(
     """
     data = {
         "title": title,
+        "low": recipe.label,
+        "others": recipe.others,
+        "recipe": recipe.name,
+        "operands": recipe.in_words,
         "extent": extent(nodes, edges, placed),
         "sites": sites.names,
         "scheduled": bool(epochs),
@@ -44,9 +50,14 @@ def render_html(
     }
     parts = {
         "title": escape(title),
+        "low": escape(recipe.label),
+        "low_width": f"{badge_width(recipe.label):.0f}",
+        "others": escape(recipe.others),
+        "recipe": escape(recipe.name),
+        "operands": escape(recipe.in_words),
         "style": STYLE,
         "arrows": ARROWS,
-        "graph": render_graph(nodes, edges, placed, sites, epochs[0] if epochs else policy),
+        "graph": render_graph(nodes, edges, placed, sites, epochs[0] if epochs else policy, recipe.label),
         "data": embed_json(data),
         "css": read_resource(_HERE, "page.css"),
         "script": read_resource(_HERE, "page.js"),

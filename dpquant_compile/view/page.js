@@ -100,8 +100,10 @@ function describe(node) {
     ["input shape", node.input_shape ? times(node.input_shape) : site && "not known before the first forward"],
     ["output shape", node.shape ? times(node.shape) : site && "not known before the first forward"],
     ["FLOPs", node.flops === undefined ? site && "not known before the first forward" : flops(node.flops)],
-    ["precision", site && (isLow(node) ? "low (@LOW@)" : "full"), site && isLow(node) ? "chip low" : "chip"],
-    ["over the schedule", site && data.scheduled && `@LOW@ in ${lows} of ${E} epochs`],
+    ["precision", site && (isLow(node) ? `low (${data.low})` : data.others), site && isLow(node) ? "chip low" : "chip"],
+    ["recipe in low precision", site && data.recipe],
+    ["its operands", site && data.operands],
+    ["over the schedule", site && data.scheduled && `${data.low} in ${lows} of ${E} epochs`],
     ["kernel", node.kernel],
     ["not a site", node.skipped],
     ["origin pass", node.origin, "code"],
@@ -167,16 +169,17 @@ function setEpoch(epoch) {
   state.epoch = clamp(Math.round(epoch) || 1, 1, E);
   for (const node of data.nodes) {
     const g = boxes.get(node.id), low = node.site !== undefined && isLow(node);
-    g.setAttribute("aria-label", `${node.label}, ${node.op}` + (node.site ? `, ${low ? "low precision @LOW@" : "full precision"}` : ""));
+    g.setAttribute("aria-label", `${node.label}, ${node.op}` + (node.site ? `, ${low ? `low precision ${data.low}` : data.others}` : ""));
     if (node.site === undefined) continue;
     g.classList.toggle("low", low);
     g.classList.toggle("full", !low);
   }
   const { policy, mask } = data.epochs[state.epoch - 1], k = mask.split("1").length - 1;
-  const when = `epoch ${state.epoch} of ${E}`, what = `policy ${policy}, ${k} of ${n} sites in @LOW@`;
+  const inLow = `${k} of ${n} sites in ${data.recipe}` + (data.others === "full precision" ? "" : `, the others in ${data.others}`);
+  const when = `epoch ${state.epoch} of ${E}`, what = `policy ${policy}, ${inLow}`;
   $("status").textContent = data.scheduled ? `${when}, ${what}` : what;
   $("epoch").value = state.epoch;
-  $("epoch").setAttribute("aria-valuetext", `${when}, ${k} of ${n} sites in @LOW@`);
+  $("epoch").setAttribute("aria-valuetext", `${when}, ${inLow}`);
   $("shown").textContent = `${state.epoch} of ${E}`;
   $("now").style.cssText = `left:calc(${(state.epoch - 1) / E * 100}% - 1px);width:calc(${100 / E}% + 2px)`;
   fillPanel();
@@ -204,7 +207,7 @@ function under(event) {
 }
 $("strip").addEventListener("pointermove", (event) => {
   const { epoch, site } = under(event);
-  $("strip").title = `epoch ${epoch}, ${data.sites[site]}: ${data.epochs[epoch - 1].mask[site] === "1" ? "@LOW@" : "full"}`;
+  $("strip").title = `epoch ${epoch}, ${data.sites[site]}: ${data.epochs[epoch - 1].mask[site] === "1" ? data.low : data.others}`;
   if (event.buttons) setEpoch(epoch);
 });
 $("strip").addEventListener("pointerdown", (event) => setEpoch(under(event).epoch));

@@ -4,22 +4,22 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from math import hypot
 
+from dpquant_compile.numerics.recipe import Precision, Recipe
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import SiteTable
 from dpquant_compile.view.contract_nodes import ViewEdge, ViewNode
 from dpquant_compile.view.layout import Edge, Layout, Point, layout
 
-__all__ = ["ARROWS", "STYLE", "extent", "place", "render_graph", "render_svg"]
+__all__ = ["ARROWS", "STYLE", "badge_width", "extent", "place", "render_graph", "render_svg"]
 
 MARGIN = 28.0
 CORNER = 8.0
 SITE_HEIGHT, OP_HEIGHT = 40.0, 20.0
-BADGE_WIDTH = 34.0
 LONGEST_LABEL = 34
 FRAME_LABEL = 14.0  # room for a module's name along the left side of its frame
 FRAME_PAD = 6.0
 # Widths per character at the sizes in STYLE, on the wide side: fonts differ between machines.
-SITE_CHAR, DETAIL_CHAR, OP_CHAR = 8.2, 6.4, 6.8
+SITE_CHAR, DETAIL_CHAR, OP_CHAR, BADGE_CHAR = 8.2, 6.4, 6.8, 7.4
 
 STYLE = """
 text { font-family: Inter, system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: #1f2d3d }
@@ -54,11 +54,16 @@ ARROWS = "".join(
 )
 
 
-def place(nodes: Sequence[ViewNode], edges: Iterable[ViewEdge], sites: SiteTable) -> Layout:
-    """Lay the graph out with boxes that hold their text. All sites are equally wide."""
+def badge_width(low: str) -> float:
+    """The width of a badge that says `low`."""
+    return max(34.0, len(low) * BADGE_CHAR + 6)
+
+
+def place(nodes: Sequence[ViewNode], edges: Iterable[ViewEdge], sites: SiteTable, low: str) -> Layout:
+    """Lay the graph out with boxes that hold their text and a badge that says `low`. All sites are equally wide."""
     texts = [(_elide(node.label), _detail(node, sites)) for node in nodes if node.kind == "site"]
     site_width = max(
-        (max(len(name) * SITE_CHAR, len(detail) * DETAIL_CHAR) + BADGE_WIDTH + 28 for name, detail in texts),
+        (max(len(name) * SITE_CHAR, len(detail) * DETAIL_CHAR) + badge_width(low) + 28 for name, detail in texts),
         default=0.0,
     )
     sizes = {
@@ -77,15 +82,18 @@ def render_svg(
     placed: Layout,
     sites: SiteTable,
     policy: Policy,
+    recipe: Recipe,
     title: str,
 ) -> str:
-    """A complete SVG document: title with k of n, legend, graph."""
+    """A complete SVG document: title with k of n and the recipe, legend, graph."""
     left, top, right, bottom = extent(nodes, edges, placed)
-    header = 112.0
-    width = max(right - left, len(title) * 11.0, 400.0) + 2 * MARGIN
+    header = 130.0
+    others = "" if recipe.other == Precision.FULL else f", the others in {recipe.high}"
+    count = f"{len(policy)} of {len(policy.universe)} sites in {recipe.name} (policy {policy}){others}"
+    operands = f"low precision: {recipe.in_words}"
+    width = max(right - left, len(title) * 11.0, max(len(count), len(operands)) * DETAIL_CHAR, 460.0) + 2 * MARGIN
     height = bottom - top + header + 2 * MARGIN
     shift = (width - (right - left)) / 2 - left
-    count = f"{len(policy)} of {len(policy.universe)} sites in @LOW@ (policy {policy})"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" role="img" aria-label="{_text(f"{title}: {count}")}">'
@@ -93,44 +101,54 @@ def render_svg(
         f'<rect class="ground" width="100%" height="100%"/>'
         f'<text class="heading" x="{MARGIN}" y="{MARGIN + 12}">{_text(title)}</text>'
         f'<text class="count" x="{MARGIN}" y="{MARGIN + 34}">{_text(count)}</text>'
-        f'<g transform="translate({MARGIN} {MARGIN + 50})">{_legend()}</g>'
+        f'<text class="count" x="{MARGIN}" y="{MARGIN + 52}">{_text(operands)}</text>'
+        f'<g transform="translate({MARGIN} {MARGIN + 68})">{_legend(recipe)}</g>'
         f'<g transform="translate({shift:.1f} {MARGIN + header - top:.1f})">'
-        f"{render_graph(nodes, edges, placed, sites, policy)}</g></svg>\n"
+        f"{render_graph(nodes, edges, placed, sites, policy, recipe.label)}</g></svg>\n"
     )
 
 
 def render_graph(
-    nodes: Sequence[ViewNode], edges: Sequence[ViewEdge], placed: Layout, sites: SiteTable, policy: Policy
+    nodes: Sequence[ViewNode], edges: Sequence[ViewEdge], placed: Layout, sites: SiteTable, policy: Policy, low: str
 ) -> str:
-    """The graph alone, as SVG elements: frames around modules, edges (residual ones on top), nodes."""
+    """The graph alone, as SVG elements: frames around modules, edges (residual ones on top), nodes.
+
+    A badge on the sites of the policy says `low`.
+    """
     frames = [_frame(scope, box) for scope, box in _frames(nodes, edges, placed)]
     routes = _without_overlap(placed)
     lines = [_edge(edge, routes[edge.source, edge.target]) for edge in sorted(edges, key=lambda edge: edge.skip)]
-    boxes = [_node(node, placed, sites, policy) for node in nodes]
+    boxes = [_node(node, placed, sites, policy, low) for node in nodes]
     return "\n".join([*frames, *lines, *boxes])
 
 
-def _legend() -> str:
-    def site(x: int, style: str, text: str) -> str:
-        badge = '<g class="badge"><rect x="4" y="2" width="26" height="12" rx="3"/><text x="5" y="12">@LOW@</text></g>'
+def _legend(recipe: Recipe) -> str:
+    wide = badge_width(recipe.label)
+
+    def site(x: float, width: float, style: str, text: str) -> str:
+        badge = (
+            f'<g class="badge"><rect x="4" y="2" width="{width - 8:.0f}" height="12" rx="3"/>'
+            f'<text x="{width / 2:.0f}" y="12" text-anchor="middle">{_text(recipe.label)}</text></g>'
+        )
         return (
             f'<g class="node site {style}" transform="translate({x} 0)">'
-            f'<rect class="box" width="34" height="16" rx="4"/>{badge}</g>'
-            f'<text class="key" x="{x + 42}" y="12">{text}</text>'
+            f'<rect class="box" width="{width:.0f}" height="16" rx="4"/>{badge}</g>'
+            f'<text class="key" x="{x + width + 8:.0f}" y="12">{text}</text>'
         )
 
     return (
-        site(0, "full", "full precision")
-        + site(150, "low", "low precision")
-        + '<g class="node op" transform="translate(290 0)"><rect class="box" width="34" height="16" rx="8"/></g>'
-        '<text class="key" x="332" y="12">other op</text>'
+        site(0, 34, "full", _text(recipe.others))
+        + site(150, wide + 8, "low", "low precision")
+        + f'<g class="node op" transform="translate({wide + 264:.0f} 0)">'
+        '<rect class="box" width="34" height="16" rx="8"/></g>'
+        f'<text class="key" x="{wide + 306:.0f}" y="12">other op</text>'
         '<path class="edge" d="M0 34H34" marker-end="url(#arrow)"/><text class="key" x="42" y="38">tensor</text>'
         '<path class="edge skip" d="M150 34H184" marker-end="url(#arrow-skip)"/>'
         '<text class="key" x="192" y="38">shortcut (residual, dense)</text>'
     )
 
 
-def _node(node: ViewNode, placed: Layout, sites: SiteTable, policy: Policy) -> str:
+def _node(node: ViewNode, placed: Layout, sites: SiteTable, policy: Policy, low: str) -> str:
     box = placed.boxes[node.id]
     style = "node " + node.kind
     if node.site is not None:
@@ -143,9 +161,10 @@ def _node(node: ViewNode, placed: Layout, sites: SiteTable, policy: Policy) -> s
     if node.kind != "site":
         text = f'<text class="name" x="{box.width / 2:.1f}" y="14" text-anchor="middle">{name}</text>'
         return f"<g {attributes}>{tip}{rect}{text}</g>"
+    wide = badge_width(low)
     badge = (
-        f'<g class="badge"><rect x="{box.width - BADGE_WIDTH - 8:.1f}" y="11" width="{BADGE_WIDTH:.0f}" height="18" '
-        f'rx="4"/><text x="{box.width - BADGE_WIDTH / 2 - 8:.1f}" y="24" text-anchor="middle">@LOW@</text></g>'
+        f'<g class="badge"><rect x="{box.width - wide - 8:.1f}" y="11" width="{wide:.0f}" height="18" '
+        f'rx="4"/><text x="{box.width - wide / 2 - 8:.1f}" y="24" text-anchor="middle">{_text(low)}</text></g>'
     )
     text = f'<text class="name" x="12" y="17">{name}</text>'
     text += f'<text class="detail" x="12" y="32">{_text(_detail(node, sites))}</text>'

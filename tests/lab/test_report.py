@@ -15,7 +15,7 @@ from dpquant_compile.lab.cells import show_epsilon, show_number, show_percent
 from dpquant_compile.lab.charts import ticks
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.report import markdown_table, summarise, write_report
-from dpquant_compile.lab.run_page import command
+from dpquant_compile.lab.run_page import command, run_section
 from dpquant_compile.lab.tables import NOT_USED, Stat, compare, fronts, non_dominated, panels, series_name
 from tests.support.runs import SITES, changed, make_run
 
@@ -377,6 +377,16 @@ def test_one_run_without_privacy(tmp_path: Path) -> None:
     assert "ε by epoch" not in page
     assert "Every site ran in full precision" in page
     assert all(site not in page for site in SITES[1:3])
+
+
+@pytest.mark.parametrize(
+    ("high", "others", "beside"), [("float32", "full precision", ""), ("int8", "int8", " and the others in int8")]
+)
+def test_a_run_says_its_operands_and_what_the_other_sites_ran_in(high: str, others: str, beside: str) -> None:
+    text = run_section(make_run(0.75, recipe="luq", high=high, format=None))
+    assert "low precision (luq: input int4.nearest; weight int4.nearest; output gradient luq_fp4)" in text
+    assert f"</svg>{others}</li>" in text and f"sites in luq{beside}, as in the last epoch" in text
+    assert f"Every site ran in {others} in" in run_section(make_run(0.75, budget=0.0, recipe="luq", high=high))
 
 
 @pytest.mark.parametrize(

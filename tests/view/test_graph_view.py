@@ -5,6 +5,7 @@ import random
 import re
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import torch
 from torch import fx, nn
 
 from dpquant_compile.errors import CompileSpecError, DPQuantError, SiteError
+from dpquant_compile.numerics.recipe import Recipe, get_recipe
 from dpquant_compile.policy import Policy
 from dpquant_compile.sites import Site, SiteTable, Skipped
 from dpquant_compile.view import GraphView
 from dpquant_compile.view.html import embed_json
 from dpquant_compile.view.layout import Layout, layout
+from dpquant_compile.view.svg import badge_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -65,9 +68,10 @@ def traced(model: nn.Module, prefix: str = "") -> tuple[fx.GraphModule, SiteTabl
     return gm, SiteTable(tuple(sites))
 
 
-def small_view(*low: str, prefix: str = "") -> GraphView:
+def small_view(*low: str, prefix: str = "", recipe: Recipe | None = None) -> GraphView:
     gm, sites = traced(Small(), prefix)
-    return GraphView.build(gm, sites, Policy(low, sites.names), {prefix + "fc": "reference (emulated)"}, "small")
+    kernels = {prefix + "fc": "reference (emulated)"}
+    return GraphView.build(gm, sites, Policy(low, sites.names), kernels, "small", recipe)
 
 
 def test_networkx_has_the_tensor_flow_and_nothing_else() -> None:
@@ -90,7 +94,12 @@ def test_networkx_has_the_tensor_flow_and_nothing_else() -> None:
     ]
     assert list(graph.edges("chunk")) == [("chunk", "cat")]
     assert set(graph.predecessors("reshape")) == {"mean"}
-    assert graph.graph == {"title": "small", "policy": "none"}
+    assert graph.graph == {
+        "title": "small",
+        "policy": "none",
+        "recipe": "int4",
+        "operands": "input int4.nearest.channel; weight int4.nearest.block; output gradient int4.channel",
+    }
 
 
 def test_node_attributes() -> None:
@@ -197,8 +206,28 @@ def test_svg_is_well_formed_and_names_every_site() -> None:
     assert names >= set(view.sites.names)
     assert {name for name, group in nodes.items() if "low" in (group.get("class") or "").split()} == {"fc", "stem"}
     text = " ".join(root.itertext())
-    assert "2 of 6 sites in FP4" in text
+    assert "2 of 6 sites in int4 (policy" in text and "INT4" in text
     assert len([p for p in root.iter(f"{SVG}path") if p.get("data-from")]) == len(view.edges)
+
+
+@pytest.mark.parametrize("high", ["float32", "int8"])
+def test_every_export_says_the_recipe_and_what_the_other_sites_run_in(high: str, tmp_path: Path) -> None:
+    recipe = replace(get_recipe("luq"), high=high)
+    view, operands = small_view("fc", recipe=recipe), "input int4.nearest; weight int4.nearest; output gradient luq_fp4"
+    graph = view.to_networkx()
+    assert (graph.graph["recipe"], graph.graph["operands"]) == ("luq", operands)
+    found = {data["precision"] for data in graph.nodes.values() if data["site"] is not None}
+    assert found == {"low", "full" if high == "float32" else "int8"}
+    drawing, page = " ".join(ET.fromstring(view.to_svg()).itertext()), view.save_html(tmp_path / "a.html").read_text()
+    assert "1 of 6 sites in luq" in drawing and operands in drawing and "INT4/FP4" in drawing
+    assert f"luq: {operands}" in page
+    assert ("the others in int8" in drawing) == ("full precision" not in drawing) == (high == "int8")
+    legend = page[page.index('<div id="legend"') : page.index('<section id="private"')]
+    assert ("<span>int8</span>" in legend) == ("full precision" not in legend) == (high == "int8")
+
+
+def test_a_badge_is_as_wide_as_its_text() -> None:
+    assert badge_width("FP4") == 34 and badge_width("INT4/INT8/FP4") > 13 * 7
 
 
 def test_long_names_are_shortened_but_given_in_full() -> None:

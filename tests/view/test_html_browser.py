@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.policy import Policy, draw_policy
 from dpquant_compile.sites import ConvGeometry, Site, SiteTable
 from dpquant_compile.view import GraphView
@@ -75,7 +76,7 @@ def resnet_view() -> GraphView:
             node.meta |= {"site": site, "origin": "canonicalize"}
     table = SiteTable(tuple(sites))
     kernels = dict.fromkeys(table.names, "reference (emulated)")
-    return GraphView.build(gm, table, Policy((), table.names), kernels, "ResNet <18>")
+    return GraphView.build(gm, table, Policy((), table.names), kernels, "ResNet <18>", Recipe.of_format("luq_fp4"))
 
 
 VIEW = resnet_view()
@@ -132,7 +133,7 @@ def test_link_to_an_epoch_and_a_site(page: Page, urls: dict[str, str]) -> None:
     page.open(urls["scheduled"] + "#epoch=3&site=layer1.0.conv1")
     assert low_sites(page) == SCHEDULE[2]
     status = page.run("document.getElementById('status').textContent")
-    assert status == f"epoch 3 of {EPOCHS}, policy {SCHEDULE[2]}, 5 of 21 sites in FP4"
+    assert status == f"epoch 3 of {EPOCHS}, policy {SCHEDULE[2]}, 5 of 21 sites in luq_fp4"
     assert page.run("document.querySelector('h1').textContent") == "ResNet <18>"
     assert page.run("document.getElementById('name').textContent") == "layer1.0.conv1"
     x, y = page.centre_of("#graph .picked")
@@ -187,7 +188,7 @@ def test_click_opens_the_panel_and_escape_closes_it(page: Page, urls: dict[str, 
     page.open(urls["scheduled"])
     page.click("#graph [data-id=layer1_0_conv1]")
     assert page.run("document.getElementById('name').textContent") == "layer1.0.conv1"
-    precision = "low (FP4)" if "layer1.0.conv1" in SCHEDULE[0] else "full"
+    precision = "low (FP4)" if "layer1.0.conv1" in SCHEDULE[0] else "full precision"
     expected = {
         "op": "conv2d (s1x1 p1x1)",
         "weight shape": "2 × 2 × 3 × 3",
@@ -211,7 +212,7 @@ def test_click_opens_the_panel_and_escape_closes_it(page: Page, urls: dict[str, 
 def test_panel_follows_the_epoch(page: Page, urls: dict[str, str]) -> None:
     site = next(s for s in VIEW.sites.names if s not in SCHEDULE[0] and s in SCHEDULE[1])
     page.open(urls["scheduled"] + f"#site={site}")
-    assert fact(page, "precision") == "full"
+    assert fact(page, "precision") == "full precision"
     page.press("ArrowRight")
     assert fact(page, "precision") == "low (FP4)"
 
@@ -279,7 +280,7 @@ def test_without_a_schedule_there_is_no_slider(page: Page, urls: dict[str, str])
     page.open(urls["plain"])
     assert low_sites(page) == {"fc"}
     assert page.run("document.getElementById('epoch').checkVisibility()") is False
-    assert page.run("document.getElementById('status').textContent") == "policy 1of21:100000, 1 of 21 sites in FP4"
+    assert page.run("document.getElementById('status').textContent") == "policy 1of21:100000, 1 of 21 sites in luq_fp4"
 
 
 def test_dark_scheme_and_screenshot(page: Page, urls: dict[str, str]) -> None:
