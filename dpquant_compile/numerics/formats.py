@@ -36,7 +36,7 @@ class Format:
     bits       storage of one element, 4 or 8
     grid       all values of `q` that `round` returns, ascending, in units of the scale
     round      rounding to the grid, see `Rounding`
-    block      how many elements share one scale; None when all elements of a sample do
+    block      how many elements share one scale, for formats that have block scales alone; None for all others
     describe   one line for tables and `explain()`
     roundings  the ways of `ROUNDINGS` that `round` knows, the default first
     scales     the granularities of `SCALES` that it knows, the default first; if None, "block" where `block` is given,
@@ -88,7 +88,7 @@ class Format:
 
     @property
     def label(self) -> str:
-        """How drawings call it: FP4, FP8, or INT4 where the levels are evenly spaced."""
+        """How drawings call it: FP4, FP8; INT4, INT8 where the levels are evenly spaced."""
         steps = {high - low for low, high in zip(self.grid, self.grid[1:], strict=False)}
         return f"{'INT' if len(steps) == 1 else 'FP'}{self.bits}"
 

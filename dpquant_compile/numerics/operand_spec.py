@@ -15,8 +15,9 @@ class OperandSpec:
 
     format    name of the number format
     rounding  "stochastic" (without bias) or "nearest" (deterministic)
-    scale     what shares a scale: a whole "sample", a "channel" of a sample, or a "block" of a channel's neighbours;
-              for weights, the tensor, an output channel, or a block of a row
+    scale     what shares a scale: a whole "sample"; in "channel", 16 elements of a channel of a sample, or several
+              channels where they have fewer; in "block", neighbours along the channels, as many as the format says. Of
+              a weight, the tensor, elements of an output channel, or neighbours in a row
 
     Rounding and scale may be left out: the format's first choice is taken. `str(spec)` ("int4.nearest.channel") leaves
     out what is the format's first choice, and `OperandSpec.parse` reads it back.

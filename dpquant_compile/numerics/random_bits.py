@@ -7,7 +7,7 @@ Inductor turns into one vector loop.
 
 The bits are for rounding. They are not cryptographic: the Gaussian noise of DP-SGD must not come from here. A private
 run does not use `PublicBits`: it takes the keys of sites and the ids of samples from its secret
-(`private.secret_bits.SecretBits`), and only the element level from here.
+(`privacy.mechanism.secret_bits.SecretBits`), and only the element level from here.
 """
 
 import hashlib

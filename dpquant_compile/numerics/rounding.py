@@ -10,7 +10,8 @@ Contract of every function `(x, bits, block_dim) -> (q, unit)`
 
 Numerics, the same for all formats
 - Stochastic rounding is unbiased: E[q * unit] = x for finite x, to float32 accuracy (the random threshold has 23 or 24
-  bits). Rounding to nearest is deterministic, and has a bias by design.
+  bits); where levels above x would be no float32, as integers and MX blocks have at the end of its range, x becomes the
+  largest level. Rounding to nearest is deterministic, and has a bias by design.
 - Nothing is reduced over dimension 0: a sample is rounded without regard to the others.
 - A sample that holds NaN or infinity gets `unit` NaN and `q` 0: all its values are NaN, and the codes stay legal.
 - Results do not depend on the thread's flush-to-zero mode. Inputs under the smallest normal float32 count as zero,
@@ -93,7 +94,7 @@ def round_fp4_e2m1(x: Tensor, bits: Tensor | None, block_dim: int) -> tuple[Tens
     The scale is 2^ceil(log2(amax / 6)): the exponent is rounded *up*, so that no element lies above the largest level
     and rounding stays unbiased. The OCP rule, 2^(floor(log2(amax)) - 2), clips elements between 6 and 8 scales.
     Scales lie in 2^-125 … 2^126, inside the range of E8M0. Blocks whose scale is 2^126 have levels above the largest
-    float32; there magnitudes saturate at 3 · 2^126, the only numbers that are not rounded without bias.
+    float32; there magnitudes saturate at 3 · 2^126, the only numbers here that are not rounded without bias.
     """
     x, _, ok = clean(x)
     amax = block_max(x.abs(), block_dim, MX_BLOCK)

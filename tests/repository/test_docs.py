@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.backends.registry import backend_names, choose_kernel
+from dpquant_compile.errors import KernelError
 from dpquant_compile.privacy.accounting.accountants import ACCOUNTANTS
 from dpquant_compile.privacy.clipping.bounds import CLIPPING
 from dpquant_compile.privacy.clipping.grad_rules import _RULES
 from dpquant_compile.privacy.schedule.scheduler import MODES
 from dpquant_compile.sites import BatchAxis
+from dpquant_compile.torch_compile import _OPTIONS
 from tests.support.forked import Forks, forks
 
 ROOT = Path(__file__).parents[2]
@@ -160,23 +163,34 @@ def test_the_glossary_has_every_way_of_explain() -> None:
 def test_the_support_matrix_says_which_kernel_runs() -> None:
     if native.unavailable() is not None:
         pytest.skip("no native kernels on this machine")
-    rows = re.findall(r"^\| `(\w+)`[^|]*\| `(\w+)`, (\w+) \| `(\w+)`, (\w+) \|", page("support.md"), re.MULTILINE)
+    row = r"^\| `([\w.]+)`[^|]*\| `(\w+)`, (\w+) \| `(\w+)`, (\w+) \| (.) [^|]*\| (.) [^|]*\| (.) [^|]*\|"
+    rows = re.findall(row, page("support.md"), re.MULTILINE)
     assert [row[0] for row in rows] == [
         "luq_fp4",
         "uniform4",
         "int4",
+        "int4.block",
         "int8",
         "fp8_e4m3",
         "fp8_e5m2",
         "fp4_e2m1",
         "fp4_e2m1_nv",
     ]
-    for name, plain, plain_kind, rounded, rounded_kind in rows:
+    for name, plain, plain_kind, rounded, rounded_kind, *marks in rows:
+        for backend, mark in zip(("reference", "compiled", "cpu_int8"), marks, strict=True):
+            call = site_call("linear", 0, 0, f"{name}/none/{backend}", axis_list(BatchAxis(0), BatchAxis(0)))
+            with nullcontext() if mark == "✓" else pytest.raises(KernelError, match="no kernel runs"):
+                choose_kernel(call, torch.device("cpu"))
         for outputs, said in (("none", (plain, plain_kind)), ("flow", (rounded, rounded_kind)), ("all", None)):
             call = site_call("linear", 0, 0, f"{name}/{outputs}/auto", axis_list(BatchAxis(0), BatchAxis(0)))
             kernel = choose_kernel(call, torch.device("cpu")).kernel
             found = (kernel.backend, "native" if kernel.native else "emulated")
             assert found == (said or (rounded, rounded_kind)), f"{name}, outputs {outputs}"
+
+
+def test_the_table_of_torch_compile_has_every_option() -> None:
+    first = re.findall(r"^\| (`.*?) \|", page("torch_compile.md"), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first))) == sorted(_OPTIONS)
 
 
 @pytest.mark.slow
