@@ -1,5 +1,6 @@
 """Lightning: `fit` takes the steps of the plain loop, or is refused."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,34 @@ def test_fit_is_the_plain_loop_to_the_last_bit(physical: int | None) -> None:
     assert trained.outcome() == plain.outcome()
     assert len(set(module.validated)) > EPOCHS  # also within epochs
     assert float(trainer.callback_metrics["epsilon"]) == pytest.approx(plain.run.engine.get_epsilon(DELTA))
+
+
+@pytest.mark.parametrize("physical", [3, None])
+def test_a_trainer_without_the_callback_is_refused_at_its_first_step(physical: int | None) -> None:
+    from lightning.pytorch import Trainer
+
+    trained = begun(physical)
+    options = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(**options, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=2)  # type: ignore[arg-type]
+    with pytest.raises(IntegrationError, match=r"Trainer\(callbacks=\[PrivateTraining\(engine\)\]\)"):
+        trainer.fit(module_of(trained), trained.run.loader)
+    assert trained.steps == 0
+
+
+def test_a_callback_of_another_run_does_not_count() -> None:
+    from dpquant_compile.integrations.lightning import PrivateTraining
+    from dpquant_compile.privacy.lightning_guard import check_closure
+
+    one, other = begun(), begun()
+    trainer = trainer_of(one)
+    module = module_of(one)
+    module.trainer = trainer
+    assert isinstance(trainer.callbacks[0], PrivateTraining)
+    closure = functools.partial(trainer.strategy.precision_plugin._wrap_closure, module, one.run.optimizer, int)
+    check_closure(closure, one.run.optimizer)
+    check_closure(int, other.run.optimizer)  # a closure of the user
+    with pytest.raises(IntegrationError, match="without the callback"):
+        check_closure(closure, other.run.optimizer)
 
 
 def test_max_steps_counts_optimizer_steps() -> None:

@@ -15,6 +15,7 @@ from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import is_number
 from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sums
+from dpquant_compile.privacy.lightning_guard import check_closure
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 
 __all__ = ["Account", "PrivateOptimizer"]
@@ -231,8 +232,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         self._left = {name: left for name, left in self._left.items() if held[name].grad is left[0]}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """As Opacus' optimizers step."""
+        """As Opacus' optimizers step. A trainer that would take other steps than the plain loop is refused."""
         if closure is not None:
+            check_closure(closure, self)
             with torch.enable_grad():
                 closure()
         if not self.pre_step():
