@@ -8,7 +8,7 @@ import sys
 
 from dpquant_compile.errors import IntegrationError
 
-__all__ = ["PreparedForAccelerate", "check_accelerator"]
+__all__ = ["PreparedForAccelerate", "check_accelerator", "check_accumulation"]
 
 
 class PreparedForAccelerate:
@@ -29,7 +29,7 @@ def check_accelerator() -> None:
     accelerate = sys.modules.get("accelerate")  # else nothing of it runs, and nothing needs a check
     if accelerate is None or not accelerate.state.is_initialized():
         return
-    state, gradients = accelerate.state.AcceleratorState(), accelerate.state.GradientState()
+    state = accelerate.state.AcceleratorState()
     if state.num_processes > 1:
         raise IntegrationError(
             f"accelerate with {state.num_processes} processes: its wrappers add up gradients by themselves, before "
@@ -47,6 +47,15 @@ def check_accelerator() -> None:
             f"dynamo_backend={state.dynamo_plugin.backend.value!r}: accelerate would compile the compiled model once "
             "more. Fix: Accelerator without dynamo_backend"
         )
+    check_accumulation()
+
+
+def check_accumulation() -> None:
+    """Refuse an `Accelerator` that would divide losses, whenever its setting was made and whatever was prepared."""
+    accelerate = sys.modules.get("accelerate")
+    if accelerate is None or not accelerate.state.is_initialized():
+        return
+    gradients = accelerate.state.GradientState()
     if gradients.num_steps != 1:
         raise IntegrationError(
             f"gradient_accumulation_steps={gradients.num_steps}: accelerate divides each loss by it, before gradients "

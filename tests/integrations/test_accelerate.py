@@ -103,6 +103,24 @@ def test_settings_that_would_change_steps_or_gradients_are_refused(
         prepare(accelerator_of(**options), begun())
 
 
+@pytest.mark.parametrize("prepared", ["nothing", "model", "all, before it was set"])
+def test_accumulation_that_prepare_does_not_see_is_refused_at_the_first_step(
+    prepared: str, accelerator_of: Callable[..., Any]
+) -> None:
+    trained, late = begun(), prepared.startswith("all")
+    accelerator = accelerator_of(gradient_accumulation_steps=1 if late else 4)
+    if late:
+        by_accelerate(accelerator, trained)
+        accelerator.gradient_accumulation_steps = 4
+    elif prepared == "model":
+        accelerator.prepare(trained.run.model)
+    x, y = next(iter(trained.run.loader))
+    accelerator.backward(trained.run.criterion(trained.run.model(x), y))
+    with pytest.raises(IntegrationError, match="gradient_accumulation_steps=4"):
+        trained.run.optimizer.step()
+    assert trained.steps == 0
+
+
 def test_several_processes_are_refused(accelerator_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.state import PartialState
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
-from dpquant_compile.privacy.accelerate_guard import PreparedForAccelerate
+from dpquant_compile.privacy.accelerate_guard import PreparedForAccelerate, check_accumulation
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import is_number
 from dpquant_compile.privacy.clipping.runtime import Session
@@ -233,6 +233,7 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """As Opacus' optimizers step. A trainer that would take other steps than the plain loop is refused."""
+        check_accumulation()
         if closure is not None:
             check_closure(closure, self)
             with torch.enable_grad():
