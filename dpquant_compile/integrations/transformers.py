@@ -52,6 +52,7 @@ class PrivateTrainerMixin:
 
     def __init__(self, *args: Any, engine: PrivacyEngine, delta: float = 1e-5, **options: Any) -> None:
         run = engine.run
+        _check_class(type(self))
         if run.criterion is None:
             raise IntegrationError(
                 "make_private was given no criterion=, and the model's own loss mixes samples. Fix: give it one of "
@@ -203,6 +204,20 @@ class _EndOfEpoch(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._trainer.end_epoch()
+
+
+def _check_class(trainer: type) -> None:
+    """Refuse a loss or a step of the user's: below the mixin it would never run, above it would run in its place."""
+    for kind in trainer.__mro__:
+        if kind is PrivateTrainerMixin or kind.__module__.startswith("transformers."):
+            continue
+        for name in ("compute_loss", "training_step"):
+            if name in vars(kind):
+                raise IntegrationError(
+                    f"{kind.__qualname__} of {kind.__module__} defines {name}(), but loss and step are those of the "
+                    "private run: it would never be called, or take their place. Fix: leave it out; a loss of your "
+                    "own goes to make_private as criterion="
+                )
 
 
 def _check_arguments(args: Any) -> None:

@@ -119,6 +119,21 @@ def test_parts_that_are_not_the_private_ones_are_refused(
         trainer_of(trained, tmp_path, {name: value(trained.run)})
 
 
+@pytest.mark.parametrize("method", ["compute_loss", "training_step"])
+@pytest.mark.parametrize("below", [True, False])
+def test_a_loss_or_step_of_the_users_trainer_is_refused(method: str, below: bool, tmp_path: Path) -> None:
+    from dpquant_compile.integrations.transformers import PrivateTrainer, PrivateTrainerMixin, Trainer, _check_class
+
+    trained = begun(records=True)
+    options: dict[str, Any] = dict(engine=trained.run.engine, args=arguments(tmp_path, eval_strategy="no"))
+    own = type("Own", (Trainer if below else PrivateTrainer,), {method: lambda self, *args, **options: None})
+    with pytest.raises(IntegrationError, match=rf"Own of .* defines {method}\(\).*criterion="):
+        (type("Mixed", (PrivateTrainerMixin, own), {}) if below else own)(**options)
+    from transformers import Seq2SeqTrainer  # after the integration, which mends torchvision for it
+
+    _check_class(type("Mixed", (PrivateTrainerMixin, Seq2SeqTrainer), {"floating_point_ops": lambda self, inputs: 0}))
+
+
 def test_data_without_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IntegrationError, match="a dataset of dicts"):
         trainer_of(begun(), tmp_path).train()
