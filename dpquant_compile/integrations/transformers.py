@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpquant_compile import torchvision_compat
 from dpquant_compile.errors import CheckpointError, IntegrationError
+from dpquant_compile.privacy.accelerate_guard import check_accelerator
 from dpquant_compile.privacy.data.poisson_loader import PrivateLoader
 from dpquant_compile.privacy.engine import PrivacyEngine
 
@@ -71,6 +72,8 @@ class PrivateTrainerMixin:
         config = getattr(run.session.model, "config", None)
         caches = getattr(config, "use_cache", None)
         super().__init__(**{**kept, **chosen})
+        _check_arguments(arguments)  # accelerator_config has changed them
+        check_accelerator()
         if config is not None and caches is not None:
             config.use_cache = caches  # the trainer has set it, and forward() reads it, which must stay as it was
         self.label_names = self.label_names or ["labels"]
@@ -221,7 +224,10 @@ def _check_class(trainer: type) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Refuse arguments of the trainer that would change gradients or steps."""
+    """Refuse arguments of the trainer that would change gradients or steps, or publish what is secret."""
+    saving, evaluating, uploading = (
+        str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy, args.hub_strategy)
+    )
     small = (
         "batch_size= of the DataLoader is the size of a step, and max_physical_batch_size= of make_private what fits"
     )
@@ -262,10 +268,24 @@ def _check_arguments(args: Any) -> None:
             args.include_num_input_tokens_seen not in (False, "no"),
             "the sizes of batches are secret, and it would be saved with the model. Fix: leave it out",
         ),
-        f"save_strategy={str(getattr(args.save_strategy, 'value', args.save_strategy))!r}": (
-            str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps" and not args.save_only_model,
-            "a checkpoint within an epoch cannot be resumed. Fix: TrainingArguments(save_strategy='epoch'), 'no', or "
-            "save_only_model=True",
+        f"hub_strategy={uploading!r}": (
+            args.push_to_hub and uploading in ("checkpoint", "all_checkpoints") and not args.save_only_model,
+            f"it would upload {STATE} of the checkpoints, which holds the keys of the noise. Fix: "
+            "TrainingArguments(hub_strategy='end') or 'every_save', or save_only_model=True",
+        ),
+        "gradient_checkpointing": (
+            args.gradient_checkpointing,
+            "the trainer would turn it on in the model that is compiled already. Fix: leave it out, and call "
+            "model.gradient_checkpointing_enable() before dpquant_compile.compile",
+        ),
+        f"neftune_noise_alpha={args.neftune_noise_alpha}": (
+            args.neftune_noise_alpha is not None,
+            "its hook on the embeddings is no part of the private program. Fix: leave it out",
+        ),
+        f"save_strategy={saving!r}": (
+            (saving == "steps" or (saving == "best" and evaluating == "steps")) and not args.save_only_model,
+            "a checkpoint within an epoch cannot be resumed. Fix: TrainingArguments(save_strategy='epoch') or 'no', "
+            "save_only_model=True, or 'best' with eval_strategy='epoch'",
         ),
     }
     for name, (refused, reason) in wrong.items():

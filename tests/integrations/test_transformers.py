@@ -89,17 +89,28 @@ def test_a_checkpoint_within_an_epoch_is_not_resumed(tmp_path: Path) -> None:
         (dict(gradient_accumulation_steps=2), "gradient_accumulation_steps=2"),
         (dict(bf16=True), "fp16 or bf16"),
         (dict(save_strategy="steps"), "save_strategy='steps'"),
+        (dict(save_strategy="best", metric_for_best_model="accuracy"), "save_strategy='best'.*eval_strategy='epoch'"),
+        (dict(push_to_hub=True, hub_strategy="checkpoint"), r"hub_strategy='checkpoint': it would upload dpquant\.pt"),
+        (dict(push_to_hub=True, hub_strategy="all_checkpoints"), "hub_strategy='all_checkpoints'"),
+        (dict(gradient_checkpointing=True), r"model\.gradient_checkpointing_enable\(\) before"),
+        (dict(neftune_noise_alpha=5.0), r"neftune_noise_alpha=5\.0"),
+        (
+            dict(accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}),
+            "gradient_accumulation_steps=2: a step belongs",
+        ),
         (dict(label_smoothing_factor=0.1), "label_smoothing_factor"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size"),
         (dict(include_num_input_tokens_seen="all"), "include_num_input_tokens_seen"),
     ],
-    ids=["clipping", "accumulation", "autocast", "saving", "smoothing", "batch size", "tokens"],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_arguments_that_would_change_steps_or_gradients_are_refused(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    trained = begun(records=True)
     with pytest.raises(IntegrationError, match=message):
-        trainer_of(begun(records=True), tmp_path, **options)
+        trainer_of(trained, tmp_path, **options)
+    assert not trained.run.engine.ledger.entries
 
 
 @pytest.mark.parametrize(
