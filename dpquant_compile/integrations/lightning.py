@@ -14,6 +14,7 @@ with contextlib.suppress(torchvision_compat.TorchvisionMissingError):
     torchvision_compat.models()  # imported below by others, and a CPU build of torch needs help with it
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ImportError as missing:
     raise IntegrationError("Lightning is not installed. Fix: pip install lightning") from missing
@@ -92,6 +93,7 @@ class PrivateTraining(Callback):
                 "the private model is not part of this LightningModule. Fix: assign the model that make_private "
                 "returned in its __init__, as self.model = model"
             )
+        _check_callbacks(trainer)
         trainer.accumulate_grad_batches = pieces
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,6 +125,7 @@ class PrivateTraining(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Undo the trainer's division of the loss, exactly: gradients are clipped, so their size matters."""
+        _check_monitors(trainer)
         pieces = trainer.accumulate_grad_batches
         if pieces > 1:
             loss.register_hook(lambda grad: grad * pieces)
@@ -163,6 +166,46 @@ class PrivateTraining(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the engine's state until the trainer has restored its own."""
         self._loaded = state_dict
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """Refuse callbacks that take steps of their own, or would ask for the engine's state within an epoch."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # which Lightning sets elsewhere
+        if isinstance(each, LearningRateFinder | BatchSizeFinder):
+            raise IntegrationError(
+                f"{type(each).__name__} trains on private data before the run, and chooses by losses without noise. "
+                "Fix: leave it out; choose the learning rate on public data, and max_physical_batch_size= of "
+                "make_private by memory"
+            )
+        if isinstance(each, ModelCheckpoint) and not each.save_weights_only:
+            asked = (
+                ("every_n_train_steps", each._every_n_train_steps),
+                ("train_time_interval", each._train_time_interval),
+            )
+            for name, value in asked:
+                if value:
+                    raise CheckpointError(
+                        f"{name}={value!r} of ModelCheckpoint: a run that is resumed within an epoch would start the "
+                        "epoch again, with other batches but the same noise. Fix: every_n_epochs= with "
+                        "save_on_train_epoch_end=True, or save_weights_only=True"
+                    )
+
+
+def _check_monitors(trainer: Trainer) -> None:
+    """Refuse choices that depend on what training_step logs: it depends on the data and has no noise."""
+    held: Any = trainer._results
+    logged = [metric.meta.name for metric in held.values() if metric.meta.fx == "training_step"] if held else []
+    names = {name + end for name in logged for end in ("", "_step", "_epoch")}
+    choosing = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
+    for each in choosing:
+        monitor = getattr(each, "monitor", None)
+        if monitor in names and getattr(each, "reduce_on_plateau", True):  # other schedulers do not read it
+            what = type(getattr(each, "scheduler", each)).__name__
+            raise IntegrationError(
+                f"{what} monitors {monitor!r}, which training_step logs: it is computed from private data without "
+                "noise, so what is chosen by it tells of the data, and ε does not cover that. Fix: monitor a metric "
+                "of validation_step, on public data, under a name that training_step does not log"
+            )
 
 
 def _out_of_step(what: str) -> PrivateTrainingError:

@@ -1,6 +1,7 @@
 """Lightning: `fit` takes the steps of the plain loop, or is refused."""
 
 import functools
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,64 @@ def test_a_resumed_fit_is_the_uninterrupted_one(tmp_path: Path) -> None:
 def test_a_checkpoint_within_an_epoch_is_refused(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
+    keep = ModelCheckpoint(dirpath=tmp_path, save_on_train_epoch_end=False)
     with pytest.raises(CheckpointError, match="save_on_train_epoch_end"):
-        fit(begun(), callbacks=[keep], enable_checkpointing=True)
+        fit(begun(), callbacks=[keep], enable_checkpointing=True, val_check_interval=0.5)
+
+
+@pytest.mark.parametrize("interval", [dict(every_n_train_steps=1), dict(train_time_interval=timedelta(minutes=1))])
+def test_checkpoints_by_steps_or_time_are_refused_before_anything_is_spent(interval: Any, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    trained = begun()
+    with pytest.raises(CheckpointError, match=f"{next(iter(interval))}=.*save_on_train_epoch_end=True"):
+        fit(trained, callbacks=[ModelCheckpoint(dirpath=tmp_path, **interval)], enable_checkpointing=True)
+    assert not trained.run.engine.ledger.entries
+    weights = ModelCheckpoint(dirpath=tmp_path, save_weights_only=True, **interval)
+    fit(trained, callbacks=[weights], enable_checkpointing=True, max_epochs=1)
+    assert trained.steps == 4
+
+
+@pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])
+def test_callbacks_that_train_by_themselves_are_refused(name: str) -> None:
+    from lightning.pytorch import callbacks
+
+    trained = begun()
+    module, trainer = module_of(trained), trainer_of(trained, callbacks=[getattr(callbacks, name)()])
+    module.train_dataloader = lambda: trained.run.loader
+    module.batch_size = 6
+    with pytest.raises(IntegrationError, match=f"{name} trains on private data"):
+        trainer.fit(module)
+    assert not trained.run.engine.ledger.entries
+
+
+@pytest.mark.parametrize("monitor", ["loss", "loss_step", "loss_epoch"])
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
+def test_choices_by_a_metric_of_training_are_refused(name: str, monitor: str, tmp_path: Path) -> None:
+    from lightning.pytorch import callbacks
+
+    chooses = getattr(callbacks, name)(monitor=monitor, **({"dirpath": tmp_path} if name == "ModelCheckpoint" else {}))
+    trained = begun()
+    with pytest.raises(IntegrationError, match=f"{name} monitors '{monitor}'.*public data"):
+        fit(trained, callbacks=[chooses], enable_checkpointing=True)
+    assert trained.steps == 0
+
+
+def test_a_learning_rate_by_a_metric_of_training_is_refused() -> None:
+    trained = begun()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(trained.run.optimizer)
+    chosen = {"optimizer": trained.run.optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
+    with pytest.raises(IntegrationError, match="ReduceLROnPlateau monitors 'loss'"):
+        trainer_of(trained).fit(module_of(trained, optimizer=chosen), trained.run.loader)
+    assert trained.steps == 0
+
+
+def test_choices_by_a_metric_of_validation_or_by_epsilon_are_made(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    best = ModelCheckpoint(dirpath=tmp_path, monitor="accuracy", mode="max")
+    trainer, _ = fit(begun(), callbacks=[best, EarlyStopping("epsilon", patience=1)], enable_checkpointing=True)
+    assert best.best_model_path and trainer.current_epoch == 2  # ε only grows
 
 
 @pytest.mark.parametrize(
