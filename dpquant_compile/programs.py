@@ -143,7 +143,7 @@ class Programs:
         return may_cache(self.original, arguments)
 
     def setting(self) -> tuple[Hashable, Hashable]:
-        """The modes of all modules, and which parameters are frozen: each combination has its own programs."""
+        """Modes and adapters of all modules, and which parameters are frozen: each combination has its own programs."""
         # Dynamo guards on the pattern of frozen parameters, and gives up after a few recompilations.
         return self._mode(), hash(tuple(parameter.requires_grad for parameter in self.original.parameters()))
 
@@ -157,10 +157,10 @@ class Programs:
         """Whether any program has been made."""
         return bool(self._programs)
 
-    def _mode(self) -> tuple[tuple[int, bool], ...]:
+    def _mode(self) -> tuple[Hashable, ...]:
         # Per module, since a frozen BatchNorm is in eval() while the rest trains; with its id, since a layer may be
         # replaced. Programs keep their modules alive, so no id is reused.
-        return tuple((id(module), module.training) for module in self.original.modules())
+        return tuple((id(module), module.training, _adapters(module)) for module in self.original.modules())
 
     def clear(self) -> None:
         """Discard all graphs; the next forward captures the model again."""
@@ -266,6 +266,16 @@ class Programs:
             return gm
         compiled: Callable[..., Any] = torch.compile(gm, backend=lower(self.spec.inner, self.recorder), fullgraph=True)
         return compiled
+
+
+def _adapters(module: nn.Module) -> Hashable:
+    """What a layer of peft adds to its base layer, by which its forward() branches; None for other modules."""
+    if not hasattr(type(module), "merged_adapters"):
+        return None
+    layer: Any = module
+    scaling = getattr(layer, "scaling", None)
+    scales = tuple(scaling.items()) if isinstance(scaling, Mapping) else ()
+    return tuple(layer.merged_adapters), tuple(layer.active_adapters), bool(layer.disable_adapters), scales
 
 
 _NONE = object()

@@ -135,3 +135,26 @@ def test_layers_can_be_frozen_one_by_one() -> None:
     for layer in list(layers)[:-1]:
         layer.requires_grad_(False)
         step(model, torch.randn(3, 4))
+
+
+@pytest.mark.slow  # the import of peft
+def test_adapters_that_are_merged_scaled_or_disabled_have_programs_of_their_own() -> None:
+    torchvision_compat.models()  # before peft, which imports torchvision
+    peft = pytest.importorskip("peft")
+    original = peft.get_peft_model(nn.Sequential(nn.Linear(5, 3)), peft.LoraConfig(r=2, target_modules=["0"])).eval()
+    layer = original.base_model.model[0]
+    nn.init.normal_(layer.lora_B["default"].weight)
+    model = dpq.compile(original, 0, backend="reference", inner="eager").eval()
+    x = torch.randn(4, 5)
+    shown = [model(x)]
+    for change in (
+        original.merge_adapter,
+        original.unmerge_adapter,
+        lambda: layer.set_scale("default", 3.0),
+        original.disable_adapter_layers,
+    ):
+        change()
+        torch.testing.assert_close(model(x), original(x))
+        shown.append(model(x))
+    torch.testing.assert_close(shown[1], shown[0])  # merged: the same sum, made once
+    assert not any(torch.allclose(shown[0], other) for other in shown[3:])
