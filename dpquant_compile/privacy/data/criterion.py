@@ -126,7 +126,12 @@ class PrivateCriterion(nn.Module):
         """The losses of a call; the kind None is an evaluation, which is not checked for privacy."""
         if kind is not None:
             self._check_held()
-        losses = self._with_rows(self._unreduced(args, kwargs), [*args, *kwargs.values()])
+        try:
+            unreduced = self._unreduced(args, kwargs)
+        except (TypeError, AttributeError) as error:
+            self._check_tensor(args[0] if args else None, error)
+            raise
+        losses = self._with_rows(unreduced, [*args, *kwargs.values()])
         if kind is not None:
             self._check_structure(len(losses), args, kwargs, kind)
         if self._verifies and len(losses) > 1:
@@ -137,6 +142,19 @@ class PrivateCriterion(nn.Module):
         if kind is not None:
             self._check_held()  # the loss itself may have written into its state
         return losses
+
+    def _check_tensor(self, output: Any, error: Exception) -> None:
+        """Say which loss to give where one of torch failed on an output with fields."""
+        own = self._inner if hasattr(self._inner, "__name__") else type(self._inner)
+        if not isinstance(output, Mapping | tuple | list) or not own.__module__.startswith("torch."):
+            return
+        fields = list(output) if isinstance(output, Mapping) else list(range(len(output)))
+        field = "logits" if "logits" in fields or not fields else fields[0]
+        raise PrivacySpecError(
+            f"{self._name} takes a tensor, and the model's output is a {type(output).__name__} with fields {fields}. "
+            "Fix: give make_private criterion=one of dpq.losses, or the same loss on a field: "
+            f"dpq.losses.on_field({field!r}, {self._name}{'()' if isinstance(own, type) else ''})"
+        ) from error
 
     def _check_held(self) -> None:
         if self._frozen is None:

@@ -361,3 +361,26 @@ def test_fields_of_the_output_are_pinned() -> None:
         criterion({"logits": logits, "more": logits}, target)
     with pytest.raises(PrivateTrainingError, match=r"input \"output\['logits'\]\" of the criterion has rows of shape"):
         criterion({"logits": torch.cat([logits, logits], 1)}, target)
+
+
+@pytest.mark.parametrize(
+    ("output", "field"),
+    [({"loss": None, "logits": _normal(B, C)}, "'logits'"), ((_normal(B, C),), "0"), ({"scores": 1}, "'scores'")],
+)
+@pytest.mark.parametrize(
+    ("loss", "written"), [(nn.CrossEntropyLoss(), r"CrossEntropyLoss\(\)"), (F.cross_entropy, "cross_entropy")]
+)
+def test_a_loss_of_torch_on_an_output_with_fields_names_what_to_write(
+    loss: Any, written: str, output: Any, field: str
+) -> None:
+    with pytest.raises(PrivacySpecError, match=rf"on_field\({field}, {written}\)") as raised:
+        PrivateCriterion(loss)(output, _classes(B))
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_an_error_of_a_loss_of_ones_own_is_shown_as_it_is() -> None:
+    def own(output: Any, target: Tensor, reduction: str = "mean") -> Tensor:
+        return output["logits"].missing
+
+    with pytest.raises(AttributeError, match="missing"):
+        PrivateCriterion(own)({"logits": _normal(B, C)}, _classes(B))
