@@ -22,14 +22,15 @@ from dpquant_compile.errors import PrivacySpecError
 __all__ = ["CausalLMLoss", "OnField", "SequenceClassificationLoss", "TokenClassificationLoss", "on_field"]
 
 REDUCTIONS = ("mean", "sum", "none")
+_IGNORED = -100  # never a class, whatever else is ignored
 
 
 class _CrossEntropy(nn.Module):
     """Cross entropy of `logits` with integer labels; what a subclass calls positions lies between batch and classes.
 
     reduction "none" gives one loss per sample: the mean over its own counted positions, 0 if it has none. "mean" and
-    "sum" are over samples, each of which counts. A position counts unless its label is `ignore_index`. Class weights
-    scale a position's loss and are not divided out again.
+    "sum" are over samples, each of which counts. A position counts unless its label is `ignore_index`, or -100 as
+    data collators write it. Class weights scale a position's loss and are not divided out again.
 
     Guarantee: the loss of a sample is a function of this sample's logits and labels alone.
     """
@@ -39,7 +40,7 @@ class _CrossEntropy(nn.Module):
 
     def __init__(
         self,
-        ignore_index: int = -100,
+        ignore_index: int = _IGNORED,
         reduction: str = "mean",
         *,
         weight: Tensor | None = None,
@@ -57,7 +58,8 @@ class _CrossEntropy(nn.Module):
     def forward(self, output: Any, labels: Tensor) -> Tensor:
         logits = field_of(output, "logits", type(self).__name__)
         self._check(logits, labels)
-        labels = self._targets(labels.to(torch.int64))
+        labels = labels.to(torch.int64)
+        labels = self._targets(labels.masked_fill(torch.eq(labels, _IGNORED), self.ignore_index))
         losses = F.cross_entropy(
             logits.float().flatten(0, -2),
             labels.flatten(),
@@ -106,7 +108,7 @@ class CausalLMLoss(_CrossEntropy):
 
     shape = "logits [B, T, V] and labels [B, T]"
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "mean") -> None:
+    def __init__(self, ignore_index: int = _IGNORED, reduction: str = "mean") -> None:
         super().__init__(ignore_index, reduction)
 
     def _targets(self, labels: Tensor) -> Tensor:

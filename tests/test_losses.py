@@ -51,6 +51,17 @@ CASES: dict[str, Any] = {
 each_case = pytest.mark.parametrize("name", CASES)
 
 
+@pytest.mark.parametrize("name", ["causal", "token", "token-weight", "sequence"])
+def test_labels_of_minus_100_are_ignored_beside_another_ignore_index(name: str) -> None:
+    make, logits, labels = CASES[name]
+    if labels.ndim == 1:
+        labels = labels.index_fill(0, torch.tensor([0]), -100)
+    found = make(ignore_index=4, reduction="none")(logits, labels)
+    expected = make(reduction="none")(logits, labels.masked_fill(labels == 4, -100))
+    assert (labels == 4).any() and (labels == -100).any()
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_sequence_has_the_mean_over_the_positions_that_count_for_it() -> None:
     logits, labels = _logits(B, T, V), _labels(B, T)
     expected = []
