@@ -53,16 +53,17 @@ def main() -> None:
     data = TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
     model = dpq.compile({"small": small, "resnet18": resnet18}[args.model](), budget=0.75, inner=args.inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = dpq.PrivacyEngine().make_private(
+    model, optimizer, criterion, loader = dpq.PrivacyEngine().make_private(
         module=model,
         optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
         data_loader=DataLoader(data, batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         max_physical_batch_size=8,
     )
     x, y = next(iter(loader))
-    nn.functional.cross_entropy(model(x), y).backward()
+    criterion(model(x), y).backward()
     optimizer.step()
 
     print("== the passes")

@@ -61,7 +61,7 @@ def engine_of(
         max_grad_norm=1.0,
         max_physical_batch_size=physical,
         noise_generator=torch.Generator().manual_seed(noise),
-        **({"criterion": nn.CrossEntropyLoss()} if criterion else {}),
+        **({"criterion": nn.CrossEntropyLoss()} if criterion else {"loss_reduction": "sum"}),
     )
     return engine
 
