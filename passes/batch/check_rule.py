@@ -31,8 +31,8 @@ def check_batch_rule(
     Every place that the samples could have in the arguments is tried, as far as the rule does not give up there: each
     dimension of each tensor, also with samples that are several rows. In each, single samples are replaced, by random
     numbers, copies of others, zeros, huge values, infinities and NaN; and samples are reordered, left out and repeated.
-    Other samples' rows of the output must stay, and so must their gradients. Returns the number of places that the
-    rule claims to know.
+    Other samples' rows of the output must stay, and so must their gradients; gradients of arguments without samples
+    must be the sum of what each sample gives alone. Returns the number of places that the rule claims to know.
 
     Guarantee: none. It is a test on examples, and finds no mixing that needs values it does not try.
     Raises `IsolationError` with the counterexample, or if the rule gives up everywhere.
@@ -174,15 +174,17 @@ def _check(call: _Call, place: _Place, generator: torch.Generator) -> None:
                         "other samples. Fix: let the rule return a reason for this place, or correct the operator"
                     )
     _check_choice(call, place, claimed, weights, torch.randperm(size, generator=generator), "its place in the batch")
+    _check_shared(call, place, claimed, weights)
 
 
 def _check_sizes(call: _Call, place: _Place, generator: torch.Generator) -> None:
-    """Leave out half of the samples, and repeat all of them."""
+    """Leave out one sample, half of them, all but one; and repeat one, and all of them."""
     claimed = call.claims(place)
     assert claimed is not None
     weights = [_random(output, generator) for output in call.run()]
     whole = torch.arange(len(_rows(weights[0], claimed[0])))
-    for order in (whole[: (len(whole) + 1) // 2], whole.repeat(5)):
+    more = torch.cat([whole, whole[:1]])  # with whole[1:], of the other parity: neighbouring batches
+    for order in (whole[1:], more, whole[: (len(whole) + 1) // 2], whole[-1:], whole.repeat(5)):
         try:
             _check_choice(call, place, claimed, weights, order, "how many samples there are")
         except IsolationError:
@@ -206,13 +208,48 @@ def _check_choice(
             )
 
 
+def _check_shared(call: _Call, place: _Place, claimed: Sequence[BatchAxis], weights: Sequence[Tensor]) -> None:
+    """Refuse where the gradient of an argument without samples is not the sum of what each sample gives alone.
+
+    Samples alone, since a mask over the batch multiplies the others by zero, which is NaN where they are infinite.
+    """
+    shared = [i for i, value in enumerate(call.tensors) if i not in place and value.is_floating_point()]
+
+    def gradients(order: Tensor) -> list[Tensor]:
+        values = [_chosen(v, place[i], order) if i in place else v for i, v in enumerate(call.tensors)]
+        values = [v.detach().clone().requires_grad_(i in shared) for i, v in enumerate(values)]
+        with torch.enable_grad():
+            outputs = call.with_tensors(values).run()
+        chosen = [_chosen(w, a, order) for w, a in zip(weights, claimed, strict=True)]
+        ends = [(output, weight) for output, weight in zip(outputs, chosen, strict=True) if output.requires_grad]
+        if not ends:
+            return []
+        learned = [values[i] for i in shared]
+        of, by = [output for output, _ in ends], [weight for _, weight in ends]
+        return list(torch.autograd.grad(of, learned, by, allow_unused=True, materialize_grads=True))
+
+    if not shared:
+        return
+    whole = torch.arange(len(_rows(weights[0], claimed[0])))
+    try:
+        alone = [gradients(sample) for sample in whole.split(1)]
+    except RuntimeError:  # of the operator: another argument gives the number of samples
+        return
+    for i, total, parts in zip(shared, gradients(whole), zip(*alone, strict=True), strict=False):
+        each = torch.stack(parts)
+        near = _TOLERANCE * float(each.abs().max()) if each.numel() else 0.0
+        if each.isfinite().all() and not torch.allclose(total, each.sum(0), rtol=_TOLERANCE, atol=near):
+            raise IsolationError(
+                f"the rule of {name_of(call.op)} is wrong: with samples in {_said(place)}, the gradient of argument "
+                f"{i} is not the sum of those of each sample alone. Fix: let the rule return a reason for this place, "
+                "or correct the operator"
+            )
+
+
 def _results(
     call: _Call, place: _Place, claimed: Sequence[BatchAxis], weights: Sequence[Tensor]
 ) -> list[tuple[str, Tensor | None]]:
-    """Each output, and each gradient of Σ weights · outputs, as [samples, elements].
-
-    The gradient of an argument without samples is a sum over them; each one's part is its row.
-    """
+    """Each output, and each gradient of Σ weights · outputs that has samples, as [samples, elements]."""
     tensors = [v.detach().clone().requires_grad_(v.is_floating_point()) for v in call.tensors]
     run = call.with_tensors(tensors)
     with torch.enable_grad():
@@ -231,20 +268,6 @@ def _results(
         for (i, _), grad in zip(inputs, grads, strict=True)
         if i in place
     ]
-    shared = [(i, value) for i, value in inputs if i not in place]
-    if shared:
-        size = len(_rows(ends[0][0], ends[0][2]))
-        parts: list[list[Tensor]] = [[] for _ in shared]
-        for sample in range(size):
-            masked = [_only(w, a, sample) for _, w, a in ends]
-            own: Any = torch.autograd.grad(
-                [o for o, _, _ in ends], [v for _, v in shared], masked, True, allow_unused=True
-            )
-            for part, (_, value), grad in zip(parts, shared, own, strict=True):
-                part.append((torch.zeros_like(value) if grad is None else grad).flatten())
-        results += [
-            (f"the gradients of argument {i}", torch.stack(part)) for (i, _), part in zip(shared, parts, strict=True)
-        ]
     return results
 
 

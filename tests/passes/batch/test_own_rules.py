@@ -90,6 +90,9 @@ WRONG: dict[str, tuple[Callable[[Tensor], Tensor], Any, str]] = {
     "large_batches": (lambda x: x if len(x) <= B else x - x.mean(0), first, "depend on how many samples"),
     "counted": (lambda x: x / len(x), first, "depend on how many samples"),
     "drawn": (torch.rand_like, first, "other results each time"),
+    "parity": (lambda x: x * (1 + len(x) % 2), first, "depend on how many samples"),
+    "alone": (lambda x: x if len(x) > 1 else 2 * x, first, "depend on how many samples"),
+    "leaks_nan": (lambda x: x + 0 * x.sum(0), first, "the value inf of sample 0 changes the output"),
     "flipped": (lambda x: x.flip(0), first, "wrong"),
     "neighbours": (lambda x: x + torch.cat([x[1:], x[:1]]), first, "wrong"),
 }
@@ -134,6 +137,44 @@ def test_a_right_rule_passes(name: str) -> None:
     op = define(f"right_{name}", function)
     dpq.register_batch_rule(op, rule)
     assert dpq.check_batch_rule(op, (torch.randn(B, 3, 6),)) >= 1
+
+
+class ScalesRows(torch.autograd.Function):
+    """x · w, with a gradient of w that may depend on the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, mixes: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.mixes = mixes
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        own = (grad * x).flatten(0, -2).sum(0)
+        return grad * w, own * x.abs().amax() if ctx.mixes else own, None
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_the_gradient_of_an_argument_without_samples_is_the_sum_over_them(mixes: bool) -> None:
+    name = f"product_{'mixed' if mixes else 'right'}"
+    LIBRARY.define(f"{name}(Tensor x, Tensor w) -> Tensor")
+    LIBRARY.impl(name, torch.mul, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, lambda x, w: ScalesRows.apply(x, w, mixes), "Autograd")
+    op = getattr(torch.ops.dpquant_tests, name)
+
+    def rule(call: Any) -> Any:
+        x, w = call.args
+        axis = call.axis_of(x)
+        return axis if call.axis_of(w) is None and axis.dim < x.dim() - 1 else "samples lie in the weight"
+
+    dpq.register_batch_rule(op, rule)
+    given = torch.randn(B, 3, 8), torch.randn(8)
+    if not mixes:
+        assert dpq.check_batch_rule(op, given) == 4  # rows of two sizes, places in a row, and pairs of rows
+        return
+    with pytest.raises(IsolationError, match="the gradient of argument 1 is not the sum"):
+        dpq.check_batch_rule(op, given)
 
 
 def test_a_rule_that_gives_up_everywhere_is_not_checked() -> None:
