@@ -21,6 +21,7 @@ from dpquant_compile.backends.reference.per_sample import as_weight, squares, wi
 from dpquant_compile.backends.registry import SiteCall
 from dpquant_compile.errors import PerSampleGradientError, RegistryError
 from dpquant_compile.numerics.quantize import to_samples
+from dpquant_compile.passes.batch.own_rules import own_rule
 from dpquant_compile.passes.canonical.canonicalize import CONVS
 from dpquant_compile.passes.fx_utils import op_name
 from dpquant_compile.privacy.clipping.parameter_uses import Use, axis_of
@@ -335,7 +336,7 @@ def _expanded(use: Use, values: UseValues) -> Piece:
 
 
 def _by_vmap(use: Use, values: UseValues) -> Piece:
-    """Any operator: vmap over the samples of the vector-Jacobian product of a call with one sample."""
+    """Any operator: the vector-Jacobian product of a call with one sample, by vmap or, if it is the user's, a loop."""
     node, constant = use.node, values.constant
     rows: dict[fx.Node, Tensor] = {}
     by_node = {source: values.arguments[f"node:{source.name}"] for source in node.all_input_nodes}
@@ -347,26 +348,37 @@ def _by_vmap(use: Use, values: UseValues) -> Piece:
         raise _unknown(use, "none of its arguments has rows")
     order = list(rows)
 
-    def one(grad: Tensor, *given: Tensor) -> Tensor:
+    def run(value: Tensor, given: Sequence[Tensor]) -> Tensor:
         own = dict(zip(order, given, strict=True))
 
-        def run(value: Tensor) -> Tensor:
-            def read(source: fx.Node) -> Any:
-                return value if source is use.constant else own.get(source, by_node[source])
+        def read(source: fx.Node) -> Any:
+            return value if source is use.constant else own.get(source, by_node[source])
 
-            args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)
-            if node.op == "call_method":
-                result: Tensor = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
-            return result
+        args, kwargs = fx.map_arg(node.args, read), fx.map_arg(node.kwargs, read)
+        if node.op == "call_method":
+            result: Tensor = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result
 
-        (gradient,) = torch.func.vjp(run, constant)[1](grad)
+    def one(grad: Tensor, *given: Tensor) -> Tensor:
+        (gradient,) = torch.func.vjp(lambda value: run(value, given), constant)[1](grad)
         assert isinstance(gradient, Tensor)
         return gradient
 
+    def alone(grad: Tensor, *given: Tensor) -> Tensor:
+        value = constant.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(run(value, given), value, grad, materialize_grads=True)
+        return gradient
+
+    grad = _single_rows(values.grad, _axis(node))
     try:
-        grads = torch.func.vmap(one)(_single_rows(values.grad, _axis(node)), *rows.values())
+        if isinstance(node.target, torch._ops.OpOverload) and own_rule(node.target) is not None:
+            # torch.func does not differentiate operators with register_autograd, so the program holds a loop.
+            grads = torch.stack([alone(*(value[i] for value in (grad, *rows.values()))) for i in range(len(grad))])
+        else:
+            grads = torch.func.vmap(one)(grad, *rows.values())
     except PerSampleGradientError:
         raise
     except Exception as error:  # vmap raises many types for operators it does not support

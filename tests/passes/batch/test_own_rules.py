@@ -241,6 +241,40 @@ class Scaling(nn.Module):
         return result
 
 
+@torch.library.custom_op("dpquant_tests::weighted", mutates_args=())
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.sin()
+
+
+@weighted.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save_both(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_both(ctx: Any, grad: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    return grad * weight.sin(), (grad * x).flatten(0, -2).sum(0) * weight.cos()
+
+
+weighted.register_autograd(_backward_both, setup_context=_save_both)
+
+
+class Weighted(Scaling):
+    """The operator has a parameter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(6))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(weighted(self.a(x), self.weight))
+        return result
+
+
 def private(model: nn.Module) -> Any:
     engine = dpq.PrivacyEngine(accountant="rdp")
     made, optimizer, loader = engine.make_private(
@@ -274,6 +308,12 @@ def test_with_a_rule_it_trains_and_the_statement_says_whose_rule_it_is() -> None
     engine = step(Scaling(torch.ones(6)))
     (said,) = (caveat for caveat in engine.ledger.caveats if "register_batch_rule" in caveat)
     assert "dpquant_tests::scaled" in said and said in engine.ledger.statement(1e-5)
+
+
+@pytest.mark.parametrize("shape", [(B, 6), (B, 3, 6)])
+def test_a_parameter_of_the_operator_is_trained(shape: tuple[int, ...]) -> None:
+    dpq.register_batch_rule(weighted, keeps)
+    check_against_loop(Weighted(), [torch.randn(*shape)])
 
 
 def test_runs_without_the_operator_have_no_caveat() -> None:
