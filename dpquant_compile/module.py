@@ -1,10 +1,12 @@
 """`CompiledModule`: the user's model, running as a graph with switchable sites."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ class CompiledModule(nn.Module):
     ) -> None:
         super().__init__()
         self.__dict__["_original"] = original
+        self.__dict__["forward"] = MethodType(_forward_of(original), self)
         for name in _SHARED:
             self.__dict__[name] = getattr(original, name)
         self._spec = spec
@@ -409,6 +412,18 @@ class CompiledModule(nn.Module):
         recipe = self._spec.recipe
         others = "" if recipe.other == Precision.FULL else f", the others in {recipe.high}"
         return f"{len(self.policy)} of {len(self._sites)} sites in {recipe.name}{others}"
+
+
+def _forward_of(original: nn.Module) -> Callable[..., Any]:
+    """`CompiledModule.forward` with the signature of the original's, by which exports name inputs and their shapes."""
+
+    def forward(self: CompiledModule, *args: Any, **kwargs: Any) -> Any:
+        return CompiledModule.forward(self, *args, **kwargs)
+
+    own = inspect.signature(original.forward)
+    bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = own.replace(parameters=[bound, *own.parameters.values()])  # type: ignore[attr-defined]
+    return forward
 
 
 def _is_recorded(args: Any, kwargs: Any) -> bool:

@@ -1,6 +1,7 @@
 """`CompiledModule` behaves as the module it was made of: state, modes, copies, hooks, arguments, steps and errors."""
 
 import copy
+import inspect
 import io
 import pickle
 from collections import Counter
@@ -525,6 +526,20 @@ def test_export_gives_the_plain_models_graph(strict: bool) -> None:
     assert operators(program.graph) == operators(plain.graph)
     assert program.graph_signature.parameters == plain.graph_signature.parameters
     torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_takes_inputs_and_dynamic_shapes_by_the_names_of_the_original(strict: bool) -> None:
+    model, compiled, x = exported()
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    program, plain = (torch.export.export(m, (x,), dynamic_shapes=shapes, strict=strict) for m in (compiled, model))
+    assert program.graph_signature.user_inputs == plain.graph_signature.user_inputs == ("x",)
+    other = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(program.module()(other), model(other))
+    again = copy.deepcopy(compiled)
+    assert inspect.signature(again.forward) == inspect.signature(model.forward)
+    assert again.forward.__self__ is again
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
