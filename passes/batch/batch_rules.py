@@ -121,6 +121,13 @@ def _same(call: OpCall) -> Axis:
     return call.first
 
 
+@rule("repeat")
+def _repeat(call: OpCall) -> Axis:
+    axis, counts = call.first, call.args[1]
+    dim = axis.dim + len(counts) - call.source.dim()
+    return BatchAxis(dim, counts[dim] * axis.outer, axis.inner)
+
+
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "view_copy")
 def _view(call: OpCall) -> Axis:
     """Row-major order is kept, so counting elements before and after the batch finds it."""

@@ -1,7 +1,7 @@
 """Rules of `verify_isolation` for single operators, beyond those of batch_rules.py.
 
 Those rules say where the batch lies. Isolation needs three more things: operators that keep the batch in its place but
-mix it (BatchNorm), or mix it in their backward; operators that matter only here (`index`, `repeat`); and which
+mix it (BatchNorm), or mix it in their backward; operators that matter only here (`index`); and which
 arguments lie along the batch, where a constant must be equal for all samples.
 """
 
@@ -220,12 +220,6 @@ def _index_fill(call: OpCall, state_of: StateOf) -> Axis:
     return Lost("the indices depend on the batch") if call.axis_of(call.args[2]) is not None else axis
 
 
-def _repeat(call: OpCall, state_of: StateOf) -> Axis:
-    axis, counts = call.first, call.args[1]
-    dim = axis.dim + len(counts) - call.source.dim()
-    return BatchAxis(dim, counts[dim] * axis.outer, axis.inner)
-
-
 def _matrix_vector(call: OpCall, state_of: StateOf) -> Axis:
     axis = call.axis_of(call.args[0])
     if not isinstance(axis, BatchAxis) or axis.dim != 0 or call.axis_of(call.args[1]) is not None:
@@ -289,6 +283,5 @@ _STRICT: dict[str, Callable[[OpCall, StateOf], Axis]] = {
     "embedding": _embedding,
     "index_fill": _index_fill,
     "index": _index,
-    "repeat": _repeat,
     "mv": _matrix_vector,
 }

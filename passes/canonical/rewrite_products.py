@@ -175,10 +175,13 @@ def _einsum(gm: fx.GraphModule, node: fx.Node, batch: Set[fx.Node]) -> _Product 
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2 or node.kwargs:
+    if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
         return None
-    inputs, _, output = equation.replace(" ", "").replace("...", ".").partition("->")
+    inputs, arrow, output = equation.replace(" ", "").replace("...", ".").partition("->")
     terms = inputs.split(",")
+    if not arrow:  # then the output has what occurs once, in alphabetical order after an ellipsis
+        once = (letter for letter in {*inputs} - {",", "."} if inputs.count(letter) == 1)
+        output = "." * ("." in inputs) + "".join(sorted(once))
     for own, other in ((0, 1), (1, 0)):
         x, matrix = operands[own], _matrix(gm, operands[other])
         if matrix is None or matrix.batched or not isinstance(x, fx.Node) or x not in batch:

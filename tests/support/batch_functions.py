@@ -42,6 +42,8 @@ ANYWHERE: dict[str, Callable[[Tensor], Any]] = {
     "where": lambda x: torch.where(x > 0, x, -x),
     "_prelu_kernel": lambda x: aten._prelu_kernel(x, torch.tensor(0.3).expand((1,) * x.dim())),
     "expand": lambda x: x.unsqueeze(0).expand(2, *x.shape),
+    "repeat": lambda x: x.repeat(2, *range(1, x.dim() + 1)),
+    "tile": lambda x: x.tile(2),
     "masked_fill_": lambda x: x.clone().masked_fill_(x > 0, 1.0),
     "lerp_": lambda x: x.clone().lerp_(x.cos(), 0.3),
     "copy_": lambda x: torch.zeros(x.shape).copy_(x),

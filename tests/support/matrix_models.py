@@ -25,6 +25,8 @@ SPELLINGS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "baddbmm": lambda self, x: torch.baddbmm(self.b, x, self.v.unsqueeze(0).transpose(1, 2).expand(x.shape[0], -1, -1)),
     "einsum": lambda self, x: torch.einsum("bti,io->bto", x, self.w),
     "einsum of [out, in]": lambda self, x: torch.einsum("oi, ...i -> ...o", self.v, x),
+    "einsum without an output": lambda self, x: torch.einsum("bti,io", x, self.w).transpose(1, 2),
+    "einsum with an ellipsis, without an output": lambda self, x: torch.einsum("...i,ik", x, self.w),
     "einsum over the middle": lambda self, x: torch.einsum("bit,io->bot", x.transpose(1, 2), self.w).transpose(1, 2),
     "tensordot": lambda self, x: torch.tensordot(x, self.v, dims=([2], [1])),
     "linear": lambda self, x: F.linear(x, self.w.t(), self.b),
