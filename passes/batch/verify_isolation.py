@@ -170,6 +170,11 @@ _FIXES = (
 
 def _message(mixed: Mixed, reached: str, scalar: bool) -> str:
     fix = next((fix for word, fix in _FIXES if word in f"{mixed.op} {mixed.reason}"), None)
+    if "expert" in (node_source(mixed.node) or ""):
+        fix = fix or (
+            "keep tokens of different samples apart; where this balances the experts of a mixture, "
+            "config.output_router_logits=False before compile"
+        )
     if "buffer" in reached:
         fix = fix or "do not keep data of samples in the model (of InstanceNorm: track_running_stats=False)"
     elif "no rule" in mixed.reason:

@@ -31,6 +31,16 @@ def test_experts_that_sort_tokens_are_refused_with_the_switch() -> None:
     assert 'model.set_experts_implementation("batched_mm")' in found.refused
 
 
+def test_losses_of_a_router_are_refused_with_the_switch() -> None:
+    def balanced() -> Any:
+        model: Any = mixtral("batched_mm")()
+        model.config.output_router_logits = True
+        return model
+
+    found = examine(Client("Mixtral", balanced, causal, dpq.losses.CausalLMLoss))
+    assert "config.output_router_logits=False" in found.refused
+
+
 @pytest.mark.parametrize("switch", ["apply_spec_augment=False", "layerdrop=0.0"])
 def test_noise_that_is_drawn_for_the_whole_batch_is_refused_with_its_switch(switch: str) -> None:
     name = switch.partition("=")[0]
