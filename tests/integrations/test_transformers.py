@@ -145,6 +145,23 @@ def test_a_loss_or_step_of_the_users_trainer_is_refused(method: str, below: bool
     _check_class(type("Mixed", (PrivateTrainerMixin, Seq2SeqTrainer), {"floating_point_ops": lambda self, inputs: 0}))
 
 
+def test_a_plain_trainer_over_the_private_loader_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
+    from dpquant_compile.integrations.transformers import Trainer
+
+    class Plain(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return trained.run.loader
+
+    trained = begun(records=True)
+    options = dict(model=trained.run.model, args=arguments(tmp_path, eval_strategy="no"), train_dataset=Records(24))
+    trainer = Plain(**options, optimizers=(trained.run.optimizer, None))
+    with pytest.raises(
+        IntegrationError, match=r"would count each micro-batch as a step.*PrivateTrainer\(engine=engine"
+    ):
+        trainer.train()
+    assert not trained.run.engine.ledger.entries
+
+
 def test_data_without_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IntegrationError, match="a dataset of dicts"):
         trainer_of(begun(), tmp_path).train()

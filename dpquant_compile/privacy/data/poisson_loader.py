@@ -8,6 +8,7 @@ import copy
 import math
 import operator
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
+from dpquant_compile.errors import IntegrationError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy.accelerate_guard import PreparedForAccelerate
 from dpquant_compile.privacy.mechanism.secret_bits import uniform_numbers
 
@@ -130,6 +131,16 @@ class SecurePoissonSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(len(self)):
             yield torch.nonzero(self.bits(self.num_samples) < self.sample_rate).flatten().tolist()
+
+
+def _check_caller(module: str | None) -> None:
+    """Refuse a plain transformers.Trainer, which takes micro-batches for steps; `PrivateTrainer` iterates by itself."""
+    if module == "transformers.trainer":
+        raise IntegrationError(
+            "transformers.Trainer iterates over a private loader: it would count each micro-batch as a step, and make "
+            "fewer steps than it says. Fix: PrivateTrainer(engine=engine, args=…) of "
+            "dpquant_compile.integrations.transformers, which needs no get_train_dataloader()"
+        )
 
 
 class _Share:
@@ -306,6 +317,7 @@ class PrivateLoader(PreparedForAccelerate, DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own private class
+        _check_caller(sys._getframe(1).f_globals.get("__name__"))
         self._end()
         self._turn += 1
         batches = self._iterate(self._turn)
