@@ -1,7 +1,8 @@
 # One command each; the first one run makes .venv. Needs python3 (3.11 or newer), git and a C++ compiler.
 #   make demo    train the example and write out/demo
 #   make check   lint, types and the fast tests: under two minutes on two cores
-#   make test    all tests        make lint   ruff        make types   mypy
+#   make test    all tests but the heavy ones: about ten minutes on two cores
+#   make test-all   all tests: half an hour   make lint   ruff        make types   mypy
 #   make bench   all benchmarks   make docs   the site of docs/ in out/site
 #   make evidence   the experiments behind docs/evidence.md (hours; DATA=folder)   make clean   remove all that was made
 
@@ -14,10 +15,10 @@ LIGHT := .venv/.installed-examples
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint types bench docs evidence clean check-tools
+.PHONY: help demo check test test-all lint types bench docs evidence clean check-tools
 
 help:
-	@sed -n '2,6s/^# //p' Makefile
+	@sed -n '2,7s/^# //p' Makefile
 
 demo: $(LIGHT)
 	$(BIN)/python examples/demo.py
@@ -26,6 +27,9 @@ check: lint types
 	$(PYTEST) -m "not slow"
 
 test: $(STAMP)
+	$(PYTEST) -m "not heavy"
+
+test-all: $(STAMP)
 	$(PYTEST)
 
 lint: $(STAMP)

@@ -1,11 +1,13 @@
 """One thread per worker: the tests run in as many processes as there are cores, and threads would fight over them.
 Interrupts raise, as they do in a terminal: a shell that starts the tests in the background has them ignored.
 Hypothesis sets no time limits: how long an example takes says how busy the machine is, and no more.
+What is heavy is slow as well, so that `make check` leaves it out.
 """
 
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,3 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("heavy") is not None:
+            item.add_marker(pytest.mark.slow)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import dpquant_compile as dpq
 from dpquant_compile import torchvision_compat
 from dpquant_compile.errors import BudgetError, CompileSpecError, NotCapturedError, SiteError
+from tests.support.heavy import few
 from tests.support.models import Branch, Functional, GroupNormNet, TextNet, Transposed, seeded
 
 torchvision_models = torchvision_compat.models()  # before transformers is imported
@@ -43,7 +44,7 @@ def reference(model: nn.Module, budget: float = 0.5, **options: Any) -> dpq.Comp
     return dpq.compile(model, budget, backend="reference", **options)
 
 
-@pytest.fixture(scope="module", params=ZOO)
+@pytest.fixture(scope="module", params=few(ZOO, *(name for name in ZOO if name != "densenet121")))
 def zoo(request: pytest.FixtureRequest) -> tuple[str, nn.Module, dpq.CompiledModule]:
     """An untouched model, and a compiled copy of it."""
     torch.manual_seed(0)

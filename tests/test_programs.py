@@ -65,7 +65,7 @@ def test_policies_and_batch_sizes_compile_nothing(small: Pair) -> None:
     run_all(small[1], 200, list(range(2, 41)), 8)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_policies_and_batch_sizes_compile_nothing_resnet18(resnet18: Pair) -> None:
     run_all(resnet18[1], 200, [3, 40, 17], 32)
     resnet18[1].load_state_dict(resnet18[0].state_dict())
@@ -92,7 +92,7 @@ def test_full_precision_is_the_original(small: Pair) -> None:
         assert error(step(small[1], images(batch)), step(small[0], images(batch))) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_full_precision_is_the_original_resnet18(resnet18: Pair) -> None:
     original, model = resnet18
     model.set_policy("none")

@@ -16,6 +16,7 @@ from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.random_bits import site_keys
 from dpquant_compile.sites import BatchAxis
+from tests.support.heavy import few
 from tests.support.models import GroupNormNet, seeded
 
 PLAIN = [name for name in format_names() if get_format(name).block is None]
@@ -55,7 +56,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, BatchAxis | None]:
     return x, axis
 
 
-@pytest.mark.parametrize("fmt", PLAIN)
+@pytest.mark.parametrize("fmt", few(PLAIN, "int4.nearest.channel", "int8", "luq_fp4"))
 @given(batch=batches(), first=st.integers(0, 2**40))
 @settings(max_examples=40, deadline=None)
 def test_the_compiled_quantizer_is_the_reference_bit_for_bit(

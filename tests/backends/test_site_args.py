@@ -185,6 +185,7 @@ EDITS = {
 }
 
 
+@pytest.mark.heavy
 def test_with_more_fields_in_another_order_every_step_has_the_same_bits(tmp_path: Path) -> None:
     for folder in ("backends", "passes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))

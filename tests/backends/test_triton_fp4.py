@@ -295,6 +295,7 @@ STRIDES = {"depth": "i32", "columns": "i32", "stride_a": "i32", "stride_b": "i32
 TILES = {"wide": "constexpr", "span": "constexpr", "tile": "constexpr", "step": "constexpr"}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("odd", [0, 1])
 def test_quantize_compiles_for_gpus(for_gpu: Call, odd: int) -> None:
     ptx = for_gpu("compile", "quantize", POINTERS | SIZES | ODD, {"odd": odd, "block": 1024}, 80)
@@ -308,7 +309,7 @@ def test_the_others_compile_for_gpus(for_gpu: Call) -> None:
     assert "mul.rn.f32" in for_gpu("compile", "dequantize", signature, {"odd": 1, "block": 1024}, 80)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [80, *(pytest.param(c, marks=pytest.mark.heavy) for c in (90, 100))])
 def test_matmul_compiles_to_int8_tensor_cores(for_gpu: Call, capability: int) -> None:
     constants = {"wide": capability == 80, "span": 1 << 17, "tile": 64, "step": 64}
     ptx = for_gpu("compile", "matmul", MATRICES | STRIDES | TILES, constants, capability)

@@ -74,7 +74,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # All commands
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_help_and_usage_in_a_process(tmp_path: Path) -> None:
     helped = dpquant("--help", cwd=tmp_path)
     assert helped.returncode == 0

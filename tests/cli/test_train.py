@@ -264,7 +264,7 @@ def test_sweep_refuses_a_bad_grid(
     assert said in capsys.readouterr().err and not (here / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_stop_and_go_on_in_processes(tmp_path: Path) -> None:
     epochs = 12  # many more than one, or a quick machine is done before the signal comes
     tiny = "import sys; from tests.support.tiny_task import tiny_task; tiny_task(); "
@@ -286,7 +286,7 @@ def test_stop_and_go_on_in_processes(tmp_path: Path) -> None:
     assert len(result["epochs"]) == epochs and result["epsilon"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_digits_sweep_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that fails does not stop the other, and a second sweep has nothing left to do for that one."""

@@ -12,11 +12,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from tests.support.clients import CLIENTS, Client, causal, committed_rows, examine, mixtral, sound, wav2vec2  # noqa: E402
+from tests.support.heavy import few  # noqa: E402
 
+SHOWN = few(CLIENTS, "BERT", "GPT-2", "Llama", "GPT-2 + LoRA", name=lambda client: client.name)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of transformers, on tiny configurations
 
 
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+@pytest.mark.parametrize("client", SHOWN, ids=lambda client: client.name)
 def test_a_client_does_what_the_table_says(client: Client) -> None:
     """After a change: python -m tests.support.clients --write"""
     assert examine(client).row == committed_rows()[client.name]

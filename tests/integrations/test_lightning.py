@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpquant_compile.errors import CheckpointError, IntegrationError, PrivateTrainingError
+from tests.support.heavy import few
 from tests.support.private_loops import dataset
 from tests.support.trainers import DELTA, EPOCHS, Trained, begun, train_plainly
 
@@ -72,7 +73,7 @@ def fit(trained: Trained, *, loader: Any = None, ckpt_path: Any = None, **option
     return trainer, module
 
 
-@pytest.mark.parametrize("physical", [3, None])
+@pytest.mark.parametrize("physical", few([3, None], 3))
 def test_fit_is_the_plain_loop_to_the_last_bit(physical: int | None) -> None:
     plain = train_plainly(begun(physical))
     trained = begun(physical)

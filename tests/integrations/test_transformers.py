@@ -12,6 +12,7 @@ from torch import nn
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import CheckpointError, IntegrationError
+from tests.support.heavy import few
 from tests.support.trainers import DELTA, EPOCHS, Records, Trained, begun, train_plainly
 
 # The trainer is imported by the tests, since that takes seconds.
@@ -43,7 +44,7 @@ def trainer_of(trained: Trained, folder: Path, given: dict[str, Any] | None = No
     )
 
 
-@pytest.mark.parametrize("physical", [3, None])
+@pytest.mark.parametrize("physical", few([3, None], 3))
 def test_train_is_the_plain_loop_to_the_last_bit(physical: int | None, tmp_path: Path) -> None:
     plain = train_plainly(begun(physical, records=True))
     trained = begun(physical, records=True)

@@ -305,7 +305,7 @@ def test_grids_with_mistakes_are_refused(grid: dict[str, object], message: str) 
         expand(grid)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_sweep_skips_what_is_done_and_survives_a_run_that_fails(tmp_path: Path) -> None:
     base = dict(epochs=1, budget=1.0)
     good = [RunConfig("cnn-digits", seed=seed, **base) for seed in (0, 1)]
@@ -326,7 +326,7 @@ def test_a_sweep_skips_what_is_done_and_survives_a_run_that_fails(tmp_path: Path
     assert find_runs([tmp_path / "out"]) == sorted(results, key=lambda r: r.key)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_workers_of_a_sweep_that_is_killed_end_with_it(tmp_path: Path) -> None:
     """Else a second sweep would train in the same folders as the orphans of the first."""
     code = (

@@ -273,7 +273,7 @@ def _assert_same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> None:
         assert same_bits(torch.where(nan, 0.0, a), torch.where(nan, 0.0, b)), number
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("batch", [8, 13])
 def test_compiled_equals_eager_bit_for_bit(compiled: dict[Program, Program], batch: int) -> None:
     x, samples = _hard_cases(batch), torch.arange(batch) + 1000

@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
     ("name", "options", "words"),
     [
         ("dp_step", ["--no-memory"], ("eager", "hooks", "ghost", "functorch", "ours")),
-        (
+        pytest.param(
             "dp_step",
             ["--no-memory", "--config", "small_gpt2,8,4", "--kinds", "eager,ghost,ours,ours int4"],
             ("small_gpt2 8, batch 4", "ghost          cannot train this model", "ours int4"),
+            marks=pytest.mark.heavy,
         ),
         ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
         ("norm_ways", ["--fit"], ("gram", "direct", "int8", "_SHIFT_COST")),
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
             [],
             ("private fp32", "private int4 90 %", "private int8 90 %", "private luq_fp4 90 %", "torch.compile"),
         ),
-        ("fp4_step", ["--scaling", "--out", "out"], ("batch    4",)),
+        pytest.param("fp4_step", ["--scaling", "--out", "out"], ("batch    4",), marks=pytest.mark.heavy),
     ],
 )
 def test_smoke_run(name: str, options: list[str], words: tuple[str, ...], tmp_path: Path) -> None:

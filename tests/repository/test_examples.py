@@ -18,6 +18,7 @@ import torch
 import dpquant_compile as dpq
 from dpquant_compile import torchvision_compat
 from dpquant_compile.numerics import formats
+from tests.support.heavy import few
 from tests.support.processes import on_disk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,7 @@ def test_the_engine_swap_changes_at_most_five_lines(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")  # stock Opacus
-@pytest.mark.parametrize("name", ["mnist", "cifar10", "dcgan"])
+@pytest.mark.parametrize("name", few(["mnist", "cifar10", "dcgan"], "mnist"))
 def test_both_engines_train_for_the_same_epsilon(name: str, run: Run) -> None:
     spent = []
     for engine in ("opacus", "dpquant"):
@@ -130,7 +131,7 @@ def parts_of(explanation: str) -> tuple[str, str]:
     return sites, gradients
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_bert_trains_what_is_not_frozen(run: Run) -> None:
     printed = run("bert_frozen", "--epochs", "2")
     (trained, total) = re.findall(r"([\d,]+) of ([\d,]+) parameters are trained", printed)[0]
@@ -143,7 +144,7 @@ def test_bert_trains_what_is_not_frozen(run: Run) -> None:
     assert re.search(r"^epsilon [\d.]+ at delta", printed, re.MULTILINE) and "mechanics alone" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_bert_takes_data_and_weights_from_folders(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchvision_compat.models()  # before transformers, which imports torchvision
     # The handler of transformers' logger holds the standard error of the test that imported it first.
@@ -233,7 +234,7 @@ def test_reading_a_graph_answers_its_questions(run: Run, tmp_path: Path) -> None
     assert "block.conv1" in (tmp_path / "pictures" / "graph.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_resuming_after_a_kill_changes_nothing(tmp_path: Path) -> None:
     """In a process of its own, from another folder and a checkout that need not be installed."""
     command = [sys.executable, EXAMPLES / "resuming.py", "--epochs", "3", "--die-in", "1", "--inner", "eager"]
@@ -277,7 +278,7 @@ def test_lora_protects_the_unit_that_was_asked_for(run: Run, tmp_path: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing")  # stock Opacus
-@pytest.mark.parametrize("name", ["imdb", "char_lstm"])
+@pytest.mark.parametrize("name", few(["imdb", "char_lstm"], "imdb"))
 def test_scripts_of_opacus_change_five_lines_and_train_with_both_engines(name: str, run: Run) -> None:
     text = (EXAMPLES / "opacus" / f"{name}.py").read_text(encoding="utf-8")
     functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
@@ -303,7 +304,7 @@ def test_resuming_refuses_an_epoch_that_is_not_there(run: Run, capsys: pytest.Ca
     assert ended.value.code == 2 and "give an epoch from 0 to 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_example_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(

@@ -189,7 +189,7 @@ def test_dynamo_backend_is_declared(distribution: Distribution) -> None:
     assert dict(declared["torch_dynamo_backends"]) == {"dpquant": f"{PACKAGE}.torch_compile:dpquant"}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_dynamo_backend_loads(distribution: Distribution, tmp_path: Path) -> None:
     code = """
 from importlib.metadata import distribution

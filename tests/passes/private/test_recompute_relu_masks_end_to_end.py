@@ -20,6 +20,7 @@ from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_relu_masks
 from dpquant_compile.privacy.clipping import program
 from dpquant_compile.privacy.clipping.program import PrivateProgram
+from tests.support.heavy import few
 from tests.support.private import clipped_sums, made_private
 
 pytestmark = [
@@ -158,7 +159,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, "residual", "perceptron"))
 def test_a_low_site_holds_at_most_three_tenths_of_its_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = built(name), batch()
     sums_under(model, "all", x)  # stand-ins share memory, which grows to the largest of them in the first run
@@ -173,7 +174,7 @@ def test_a_low_site_holds_at_most_three_tenths_of_its_input(name: str, monkeypat
     assert nbytes(codes) - slack - x.numel() <= 0.3 * 4 * (inputs + shared)  # less the codes of the batch itself
 
 
-@pytest.mark.parametrize("name", ["residual", "plain", "perceptron"])
+@pytest.mark.parametrize("name", few(["residual", "plain", "perceptron"], "perceptron"))
 def test_masks_worked_out_again_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = batch()
     with without_masks(monkeypatch), quick(name):
@@ -242,6 +243,7 @@ class Fork(nn.Module):
         return out
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_an_input_of_two_sites_is_held_until_both_are_low(monkeypatch: pytest.MonkeyPatch) -> None:
     x, policies = torch.randn(6, 5, generator=torch.Generator().manual_seed(2)), [[], ["left"], ["left", "right"]]
     with without_masks(monkeypatch):
@@ -271,8 +273,11 @@ class Compares(nn.Module):
         return self.left(h) + other.masked_fill(h <= 0, 0.0).float().sum(1, keepdim=True)
 
 
+COMPARED: list[dict[str, Any]] = [{}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"wide": True}]
+
+
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"wide": True}], ids=str)
+@pytest.mark.parametrize("options", few(COMPARED, {"dtype": torch.float64}), ids=str)
 def test_masks_of_the_model_are_its_own(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal nodes are merged. Numbers of eight bytes, read as floats, would be those of other samples."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
@@ -305,7 +310,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize(("steps", "diamonds"), [(300, False), (30, True), (2, True)])
+@pytest.mark.parametrize(("steps", "diamonds"), few([(300, False), (30, True), (2, True)], (30, True), (2, True)))
 def test_long_ways_to_a_mask_are_not_gone_again(steps: int, diamonds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x = batch()
     with without_masks(monkeypatch):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpquant_compile.numerics.recipe import recipe_names
 from dpquant_compile.privacy.clipping import joint_graph as trace
 from tests.support import models
+from tests.support.heavy import few
 from tests.support.neighbouring_batches import (
     BOUND,
     CONVS,
@@ -139,7 +140,7 @@ def test_fast_backends_in_other_formats(fmt: str) -> None:
     check_policies(make_replay("mixed", format=fmt, backend="auto", inner="eager", quantize_outputs="flow"), FEW)
 
 
-@pytest.mark.parametrize("outputs", ["none", "all"])
+@pytest.mark.parametrize("outputs", few(["none", "all"], "all"))
 def test_the_compiled_program(outputs: str) -> None:
     check_policies(make_replay("mixed", backend="auto", inner="inductor", quantize_outputs=outputs))
 

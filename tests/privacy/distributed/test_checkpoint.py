@@ -13,6 +13,7 @@ import dpquant_compile as dpq
 from dpquant_compile.privacy.distributed.world import World
 from tests.support import distributed_workers as workers
 from tests.support.distributed_workers import DELTA
+from tests.support.heavy import few
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 from tests.support.resuming import made_private_again
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.slow  # each test starts processes
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.heavy
 def test_torchrun_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     """Rank 1 is killed in the second epoch of its first life; the second life ends as a run without a death."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -41,7 +43,7 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     assert len([p for p in tmp_path.iterdir() if p.name.startswith(".checkpoint.")]) == 1  # older ones are gone
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), few([(2, 1), (1, 2), (2, 4)], (2, 1)))
 def test_resume_on_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
     options, path = {"ledger_path": tmp_path / "ledger.json"}, tmp_path / "checkpoint"
     succeeded(together(before, workers.train_and_save, options, path, 2, folder=tmp_path))
@@ -76,7 +78,7 @@ def test_a_repetition_that_differs_is_stopped_on_all_processes(tmp_path: Path) -
         assert "does not repeat the interrupted one" in result.text
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["ledger on disk", "no file"])
+@pytest.mark.parametrize("kept", few([True, False], True), ids=["ledger on disk", "no file"])
 def test_another_number_of_processes_repeats_nothing(kept: bool, tmp_path: Path) -> None:
     """Its sums differ in the last bits: the noise of releases since the checkpoint must not come again."""
     options = {"ledger_path": tmp_path / "ledger.json"} if kept else {}
@@ -104,7 +106,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     assert isinstance(result, Raised) and result.kind == "CheckpointError" and "no checkpoint" in result.text
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), few([(2, 1), (1, 2)], (1, 2)))
 def test_resume_with_the_default_physical_batch(before: int, after: int, tmp_path: Path) -> None:
     schedule: dict[str, Any] = {"max_physical_batch_size": None, "schedule": {"n_sample": 1}}
     options, path = {**schedule, "ledger_path": tmp_path / "ledger.json"}, tmp_path / "checkpoint"

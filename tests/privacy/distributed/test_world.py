@@ -17,6 +17,7 @@ from dpquant_compile.privacy.distributed import world as distributed
 from dpquant_compile.privacy.distributed.world import World, apart
 from tests.support import distributed_workers as workers
 from tests.support.distributed_workers import EPOCHS, engine_of, epoch
+from tests.support.heavy import few
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 
 pytestmark = pytest.mark.slow  # each test starts processes
@@ -52,9 +53,10 @@ def test_a_process_without_samples_takes_part(tmp_path: Path) -> None:
         assert all(close(result["gradients"][step], one["gradients"][step]) for result in many)
 
 
-@pytest.mark.parametrize(
-    ("size", "estimator"), [(2, "per_sample"), (4, "per_sample"), (2, "paper")], ids=lambda value: str(value)
-)
+WORLDS = [(2, "per_sample"), (4, "per_sample"), (2, "paper")]
+
+
+@pytest.mark.parametrize(("size", "estimator"), few(WORLDS, (2, "per_sample")), ids=lambda value: str(value))
 def test_runs_are_those_of_one_process(size: int, estimator: str, tmp_path: Path) -> None:
     """With noise, analyses and policies; and on all processes alike to the last bit."""
     options = {"schedule": {"estimator": estimator, "sigma_measure": 1.0}}
@@ -69,7 +71,7 @@ def test_runs_are_those_of_one_process(size: int, estimator: str, tmp_path: Path
     assert close(result["parameters"], one["parameters"], 1e-4)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", few([2, 4], 2))
 def test_noise_has_the_variance_of_one_draw(size: int, tmp_path: Path) -> None:
     wide: dict[str, Any] = {"width": 300, "policy": "none"}
     noisy = succeeded(together(size, workers.gradients, {**wide, "noise_multiplier": 2.0}, folder=tmp_path))[0]
