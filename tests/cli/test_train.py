@@ -117,7 +117,7 @@ def test_train_that_is_interrupted_goes_on(
     assert [row["policy"] for row in resumed["epochs"]] == [row["policy"] for row in whole["epochs"]]
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_run_that_was_stopped_says_what_going_on_costs(
     task: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 def trained() -> dict[str, Any]:
     engine = engine_of(schedule={})
     epoch(engine)
-    return engine.state_dict()
+    return copy.deepcopy(engine.state_dict())  # the model goes on to other tests
 
 
 @pytest.mark.parametrize("name", OTHERS)

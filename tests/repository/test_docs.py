@@ -26,6 +26,7 @@ from dpquant_compile.privacy.schedule.scheduler import MODES
 from dpquant_compile.sites import BatchAxis
 from dpquant_compile.torch_compile import _OPTIONS
 from tests.support.forked import Forks, forks
+from tests.support.heavy import few
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -47,8 +48,13 @@ def server() -> Iterator[Forks]:
         yield found
 
 
+PROGRAMS = [path for path in DOCS if BLOCK.search(path.read_text())]
+# The tests of the trainer train as its page does.
+SHOWN = few(PROGRAMS, *(path.stem for path in PROGRAMS if path.stem != "trainer"), name=lambda path: path.stem)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [p for p in DOCS if BLOCK.search(p.read_text())], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
 def test_document_runs(path: Path, tmp_path: Path, server: Forks) -> None:
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(BLOCK.findall(path.read_text())))

@@ -66,7 +66,7 @@ def test_readme_lists_every_example() -> None:
     assert sorted(text for text, _ in listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_plain_loop_learns_within_its_target(run: Run) -> None:
     printed = run("plain_loop", "--epochs", "3", "--epsilon", "7", "--inner", "eager")
     epochs = re.findall(r"^epoch (\d): in FP4 (.*); test ([\d.]+)%; epsilon ([\d.]+)$", printed, re.MULTILINE)

@@ -1,7 +1,9 @@
 """What the tests of checkpoints share: a small run, its epochs, and what two of them are compared by."""
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,45 @@ class Net(nn.Module):
         return self.fc(self.drop(torch.relu(self.body(x) + self.side(x)))) * self.table.mean()
 
 
+@dataclass
+class _Kept:
+    """A compiled model, what it was like before its first step, and the test that has it."""
+
+    model: dpq.CompiledModule
+    generator: Tensor
+    policy: dpq.Policy
+    test: str
+
+
+_KEPT: dict[Hashable, list[_Kept]] = {}
+
+
+def _model_of(make: Callable[[], nn.Module], options: dict[str, Any]) -> dpq.CompiledModule:
+    """A compiled model as new. Tests that are over leave theirs, whose private programs need not be traced again.
+
+    No two engines of one test share one. Without a test, as in a process that one has started, each is new.
+    """
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # less its phase
+    torch.manual_seed(5)
+    original = make()
+    kept = _KEPT.setdefault((make, repr(sorted(options.items()))), [])
+    idle = next((each for each in kept if test and each.test != test), None)
+    if idle is None:
+        given = {"budget": 2, "backend": "reference", "inner": "eager", **coarsest(options)}
+        compiled = dpq.compile(original, **given)
+        kept.append(_Kept(compiled, torch.get_rng_state(), compiled.policy, test))
+        return compiled
+    idle.test = test
+    idle.model.load_state_dict(original.state_dict())
+    for parameter in idle.model.parameters():
+        parameter.grad = parameter.summed_grad = None
+        parameter.requires_grad_(True)
+    idle.model.set_policy(idle.policy)
+    idle.model.step, idle.model.sample_ids = 0, None
+    torch.set_rng_state(idle.generator)
+    return idle.model
+
+
 def engine_of(
     folder: Path | None = None,
     *,
@@ -41,10 +82,7 @@ def engine_of(
     **options: Any,
 ) -> dpq.PrivacyEngine:
     """A run before its first step; with `schedule` None it has no scheduler."""
-    torch.manual_seed(5)
-    compiled = dpq.compile(
-        model(), **{"budget": 2, "backend": "reference", "inner": "eager", **coarsest(compile_options or {})}
-    )
+    compiled = _model_of(model, compile_options or {})
     path = None if folder is None else folder / "ledger.json"
     engine = dpq.PrivacyEngine(accountant="rdp", secure_mode=secure, ledger_path=path)
     x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1))

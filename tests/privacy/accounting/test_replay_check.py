@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from dpquant_compile.errors import LedgerError, PrivateTrainingError
 from dpquant_compile.privacy.accounting import ledger_file
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from dpquant_compile.privacy.accounting.replay_check import Releases, fingerprint
-from tests.support.heavy import few
 from tests.support.ledgers import counts, spent
 from tests.support.private_loops import made, train
 from tests.support.resuming import STEPS, engine_of, epoch, result_of, same
@@ -66,9 +64,6 @@ def resumed(folder: Path, replay: bool = True, lr: float = 0.2) -> dpq.PrivacyEn
     engine.load_checkpoint(path=folder / "c.pt", replay=replay)
     engine.run.optimizer.original_optimizer.param_groups[0]["lr"] = lr
     return engine
-
-
-CRASHES = [f"{life}-{at}" for life in ("new run", "later") for at in (1, 2, 4)]
 
 
 def rolled_back(path: Path) -> None:
@@ -133,8 +128,9 @@ def test_lost_releases_do_not_stop_a_run_that_repeats_nothing(path: Path) -> Non
         assert same(result_of(engine), whole) and spends(engine) == 2 * STEPS
 
 
-@pytest.mark.parametrize(("epochs", "at"), few(product([0, 1], [1, 2, 4]), (0, 4), (1, 1)), ids=CRASHES)
-def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: Path, epochs: int, at: int) -> None:
+@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("epochs", [0, 1], ids=["new run", "later"])
+def test_a_crash_between_payment_and_release_is_repeated(path: Path, tmp_path: Path, at: int, epochs: int) -> None:
     (tmp_path / "whole").mkdir()
     with engine_of(tmp_path / "whole") as whole:
         for _ in range(epochs + 1):

@@ -34,7 +34,7 @@ def test_models_equal_the_reference(name: str, policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("clipping", few(["flat", "per_layer", "automatic"], "flat", "automatic"))
 @pytest.mark.parametrize("make", [Norms, ClassToken, Adapter, Generic, Merged])
 def test_layers_equal_the_reference(make: type[nn.Module], clipping: str) -> None:
     shapes = {Norms: (5, 4, 6), ClassToken: (5, 3, 8, 8), Adapter: (5, 6), Generic: (5, 4), Merged: (5, 4)}
@@ -70,7 +70,7 @@ def _refuse_tables(self: Tracing, name: str, shape: Any, uses: str) -> None:
     assert "add" in uses, f"{name} is held for each sample: {uses}"  # positions are added: as large as an activation
 
 
-@pytest.mark.parametrize("policy", ["none", "all"])
+@pytest.mark.parametrize("policy", few(["none", "all"], "all"))
 @pytest.mark.parametrize("kind", list(models.conv_zoo()))
 def test_convs_equal_the_reference(kind: str, policy: str) -> None:
     torch.manual_seed(0)

@@ -104,6 +104,7 @@ def classes(size: int, number: int = 10) -> Callable[[Any], Tensor]:
     return lambda logits: F.cross_entropy(logits, labels, reduction="sum")
 
 
+@pytest.mark.heavy
 @needs_torchvision
 def test_resnet18_equals_opacus() -> None:
     torch.manual_seed(0)
