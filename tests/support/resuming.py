@@ -1,9 +1,7 @@
 """What the tests of checkpoints share: a small run, its epochs, and what two of them are compared by."""
 
 import copy
-import os
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from tests.support.private import coarsest
+from tests.support.reused import as_new
 
 EPOCHS, STEPS, DELTA = 5, 4, 1e-5
 Tell = Callable[[str], object]
@@ -31,43 +30,14 @@ class Net(nn.Module):
         return self.fc(self.drop(torch.relu(self.body(x) + self.side(x)))) * self.table.mean()
 
 
-@dataclass
-class _Kept:
-    """A compiled model, what it was like before its first step, and the test that has it."""
-
-    model: dpq.CompiledModule
-    generator: Tensor
-    policy: dpq.Policy
-    test: str
-
-
-_KEPT: dict[Hashable, list[_Kept]] = {}
-
-
 def _model_of(make: Callable[[], nn.Module], options: dict[str, Any]) -> dpq.CompiledModule:
-    """A compiled model as new. Tests that are over leave theirs, whose private programs need not be traced again.
+    given = {"budget": 2, "backend": "reference", "inner": "eager", **coarsest(options)}
 
-    No two engines of one test share one. Without a test, as in a process that one has started, each is new.
-    """
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # less its phase
-    torch.manual_seed(5)
-    original = make()
-    kept = _KEPT.setdefault((make, repr(sorted(options.items()))), [])
-    idle = next((each for each in kept if test and each.test != test), None)
-    if idle is None:
-        given = {"budget": 2, "backend": "reference", "inner": "eager", **coarsest(options)}
-        compiled = dpq.compile(original, **given)
-        kept.append(_Kept(compiled, torch.get_rng_state(), compiled.policy, test))
-        return compiled
-    idle.test = test
-    idle.model.load_state_dict(original.state_dict())
-    for parameter in idle.model.parameters():
-        parameter.grad = parameter.summed_grad = None
-        parameter.requires_grad_(True)
-    idle.model.set_policy(idle.policy)
-    idle.model.step, idle.model.sample_ids = 0, None
-    torch.set_rng_state(idle.generator)
-    return idle.model
+    def seeded() -> nn.Module:
+        torch.manual_seed(5)
+        return make()
+
+    return as_new((make, repr(sorted(options.items()))), seeded, lambda original: dpq.compile(original, **given))
 
 
 def engine_of(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import dpquant_compile as dpq
 from tests.support import models
 from tests.support.private_loops import Net, Run, dataset
+from tests.support.reused import as_new
 
 DELTA = 1e-5
 EPOCHS = 3
@@ -67,7 +68,8 @@ def unpack_record(record: Any) -> Any:
 def begun(physical: int | None = 3, *, records: bool = False, epochs: int = EPOCHS, n: int = 24) -> Trained:
     """The same run each time: 4 steps an epoch, each of several micro-batches of 3, or of one whole one."""
     engine = dpq.PrivacyEngine(accountant="rdp")
-    model = dpq.compile(models.seeded(Net), budget=1, backend="reference", inner="eager", format="luq_fp4").train()
+    options: dict[str, Any] = {"budget": 1, "backend": "reference", "inner": "eager", "format": "luq_fp4"}
+    model = as_new("begun", lambda: models.seeded(Net), lambda original: dpq.compile(original, **options)).train()
     data: Any = Records(n) if records else dataset(n)
     parts = engine.make_private(
         module=model,
