@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpquant_compile as dpq
 from tests.support import models
 from tests.support.private import coarsest
+from tests.support.reused import as_new
 
 FEATURES, CLASSES = 6, 3
 
@@ -51,8 +52,12 @@ def plain_loader(data: Any = None, batch: int = 6, seed: int = 0) -> DataLoader[
 
 
 def compiled_net(model: nn.Module | None = None, **options: Any) -> dpq.CompiledModule:
-    chosen = models.seeded(Net) if model is None else model
-    return dpq.compile(chosen, budget=0, **{"backend": "reference", **coarsest(options)}).train()
+    def compiled(original: nn.Module) -> dpq.CompiledModule:
+        return dpq.compile(original, budget=0, **{"backend": "reference", **coarsest(options)}).train()
+
+    if model is not None:
+        return compiled(model)
+    return as_new(("loops", repr(sorted(options.items()))), lambda: models.seeded(Net).train(), compiled)
 
 
 def made(
