@@ -128,7 +128,7 @@ def test_precompiling_beside_the_training_changes_nothing() -> None:
     assert error(results[1], results[0]) < 1e-4
 
 
-@pytest.mark.parametrize("make", [two_linears, ragged])
+@pytest.mark.parametrize("make", [pytest.param(two_linears, marks=pytest.mark.heavy), ragged])
 def test_variants_compiled_by_inductor_are_close_to_the_link_table(make: Any, runs: list[Any]) -> None:
     model = dpq.compile(seeded(make), 1.0)
     wanted = step(model, images(6))

@@ -178,7 +178,7 @@ def test_json_has_no_infinity_and_text_no_markup(capsys: pytest.CaptureFixture[s
 # sites
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_sites_in_a_process(here: Path) -> None:
     done = dpquant("sites", "tiny_models:build", "--input", "2x3x8x8", "--json", cwd=here)
     assert done.returncode == 0, done.stderr

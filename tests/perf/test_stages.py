@@ -17,6 +17,7 @@ from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.perf.speedup import STAGES
 from tests.support import models
+from tests.support.heavy import few
 
 ROWS, PHYSICAL = 8, 4
 DELAY = 0.05
@@ -75,7 +76,7 @@ def run() -> Run:
     return run
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("backend", few(["reference", "auto"], "reference"))
 def test_stages_add_up_to_the_step(backend):
     run = Run(backend=backend)
     times = perf.measure_stages(run.step, run.engine, repeats=3, warmup=2)

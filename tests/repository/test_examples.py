@@ -182,7 +182,7 @@ def schedules(printed: str) -> list[tuple[list[set[str]], str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_own_scheduler_gives_turns_and_keeps_groups_together(run: Run) -> None:
     by_site, by_group, measured = schedules(run("own_scheduler", "--epochs", "3", "--inner", "eager"))
     assert by_site[0] == [{"0", "1.conv1"}, {"1.conv2", "2.conv1"}, {"2.conv2", "0"}]

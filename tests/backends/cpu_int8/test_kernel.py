@@ -339,7 +339,7 @@ def test_threads_change_nothing(fmt: str) -> None:
 
 
 _OLDER = [
-    pytest.param("scalar", ("-mno-avx", "-mno-avx2"), id="scalar"),
+    pytest.param("scalar", ("-mno-avx", "-mno-avx2"), id="scalar", marks=pytest.mark.heavy),
     pytest.param("AVX2", ("-march=haswell",), id="AVX2"),
 ]
 

@@ -80,7 +80,7 @@ def test_a_batch_that_is_folded_into_another_dimension() -> None:
     assert_close(clipped_sums(private, [x]), reference_sums(model, [x]))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_private_views_under_inductor() -> None:
     model, x = seeded(lambda: Net(flat)), images()
     private, _, _ = made_private(model, 6, policy="all", inner="inductor", backend="auto")

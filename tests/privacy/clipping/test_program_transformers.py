@@ -93,6 +93,7 @@ def test_adapters_alone_train_and_sites_have_the_modules_names() -> None:
     assert held == [f"{name}.lora_A.default.weight", f"{name}.lora_B.default.weight"]
 
 
+@pytest.mark.heavy
 def test_a_compiled_adapter_is_saved_generates_and_merges(tmp_path: Path) -> None:
     model = adapted()
     compiled, _, _ = made_private(model, 5, inner="eager")

@@ -34,6 +34,7 @@ from dpquant_compile.privacy.data.poisson_loader import (
     secure_uniform,
 )
 from tests.support.loaders import Heard, N, Own, indices, logical, make
+from tests.support.heavy import few
 
 
 @pytest.mark.parametrize("limit", [None, 1, 3, 100])
@@ -161,7 +162,7 @@ def test_break_and_start_again(options: dict[str, Any]) -> None:
     assert len(logical(loader, heard)) == 5
 
 
-@pytest.mark.parametrize("options", [{}, dict(num_workers=2, persistent_workers=True)])
+@pytest.mark.parametrize("options", few([{}, dict(num_workers=2, persistent_workers=True)], {}))
 def test_older_iterator_is_out_of_date(options: dict[str, Any]) -> None:
     heard = Heard()
     loader = make(DataLoader(Own(), batch_size=8, **options), heard, max_physical_batch_size=3)

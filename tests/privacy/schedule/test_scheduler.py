@@ -320,7 +320,7 @@ class Fragile(nn.Module):
         return x
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_fragile_site_is_avoided_for_hardly_any_privacy() -> None:
     size, epochs, k = 40_000, 24, 3
     spent = set()
