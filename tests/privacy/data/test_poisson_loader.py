@@ -33,8 +33,8 @@ from dpquant_compile.privacy.data.poisson_loader import (
     private_loader,
     secure_uniform,
 )
-from tests.support.loaders import Heard, N, Own, indices, logical, make
 from tests.support.heavy import few
+from tests.support.loaders import Heard, N, Own, indices, logical, make
 
 
 @pytest.mark.parametrize("limit", [None, 1, 3, 100])
