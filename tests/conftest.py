@@ -2,8 +2,10 @@
 Interrupts raise, as they do in a terminal: a shell that starts the tests in the background has them ignored.
 Hypothesis sets no time limits: how long an example takes says how busy the machine is, and no more.
 What is heavy is slow as well, so that `make check` leaves it out.
+What is there before the first test stays to the end, so the garbage collector need not go through it.
 """
 
+import gc
 import os
 import signal
 
@@ -27,3 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("heavy") is not None:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
