@@ -391,7 +391,7 @@ class Finding:
         error = (
             f"– {self.refused.partition(':')[0]}"
             if self.error is None
-            else f"< 1e{max(math.ceil(math.log10(self.error)), -5)}"
+            else f"< 1e{max(math.ceil(math.log10(max(self.error, 1e-9))), -5)}"
         )
         works = "✓" if self.schedule else "–"
         return f"| {self.name} | {self.sites} of {self.layers} | {error} | {works} |"

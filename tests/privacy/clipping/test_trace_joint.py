@@ -31,6 +31,7 @@ def private(clipping: str = "flat") -> dpq.CompiledModule:
         data_loader=DataLoader(TensorDataset(torch.zeros(16, 4)), batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        loss_reduction="sum",
         clipping=clipping,
         max_physical_batch_size=4,
         noise_generator=torch.Generator().manual_seed(0),
