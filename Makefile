@@ -49,7 +49,7 @@ docs: $(STAMP)
 RUNS := out/evidence
 SIGNS := schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_gtsrb_tuned adam_gtsrb
 IMAGES := $(SIGNS) schedules_cifar10 schedules_cifar10_tuned
-RECIPES := recipes_gtsrb recipes_cifar10 recipes_gtsrb_tuned recipes_cifar10_tuned recipes_snli
+RECIPES := recipes_gtsrb recipes_gtsrb_operands recipes_cifar10 recipes_gtsrb_tuned recipes_cifar10_tuned recipes_snli
 SWEEPS := recipes_digits degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),$(RECIPES) $(IMAGES))
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
