@@ -552,6 +552,7 @@ def test_jit_trace_gives_the_plain_models_graph() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # torch's own
 def test_onnx_export_gives_the_plain_models_results() -> None:
     pytest.importorskip("onnxscript")
     model, compiled, x = exported()
