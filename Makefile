@@ -49,7 +49,8 @@ docs: $(STAMP)
 RUNS := out/evidence
 SIGNS := schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_gtsrb_tuned adam_gtsrb
 IMAGES := $(SIGNS) schedules_cifar10 schedules_cifar10_tuned
-RECIPES := recipes_gtsrb recipes_gtsrb_operands recipes_cifar10 recipes_gtsrb_tuned recipes_cifar10_tuned recipes_snli
+RECIPES := recipes_gtsrb recipes_gtsrb_operands recipes_cifar10 recipes_gtsrb_tuned recipes_cifar10_tuned recipes_snli \
+  schedules_int4_gtsrb rate_gtsrb
 SWEEPS := recipes_digits degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),$(RECIPES) $(IMAGES))
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
@@ -67,6 +68,7 @@ ifdef DATA
 	  --out $(RUNS)/training_signal_gtsrb.json
 	$(BIN)/python experiments/known_ranks.py --task cnn-gtsrb-small --data $(DATA) --epochs 6 --epsilon 4 \
 	  --out $(RUNS)/known_ranks_gtsrb.json
+	$(BIN)/python experiments/spared_sites.py --task cnn-gtsrb-small --data $(DATA) --out $(RUNS)/spared_sites_gtsrb.json
 endif
 	$(BIN)/python experiments/figures.py --results $(RUNS) --out $(RUNS)
 

@@ -22,6 +22,7 @@ TINY = {
     "gradient_norms.py": ["--seeds", "0", "--epochs", "1", "--batches", "24"],
     "training_signal.py": ["--epochs", "1", "--turns", "1"],
     "known_ranks.py": ["--seeds", "0", "--epochs", "1", "--oracle", "1", "--epsilon", "8"],
+    "spared_sites.py": ["--seeds", "0", "--epochs", "1", "--epsilon", "8"],
 }
 
 
