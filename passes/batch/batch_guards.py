@@ -72,7 +72,7 @@ def read_batch_guards(exported: fx.GraphModule, batch: int) -> BatchGuards:
 
 
 def _named(expr: Any) -> list[int]:
-    """The sizes at and beside the numbers in a guard, and their quotients: of `Ne(4*batch, 1200)` it is false at 300."""
+    """The sizes at and beside the numbers in a guard, and their quotients: `Ne(4*batch, 1200)` is false at 300."""
     numbers = {1, *(abs(int(number)) for number in expr.atoms(sympy.Integer))} - {0}
     near = {a // b + d for a in numbers for b in numbers for d in (-1, 0, 1)}
     return sorted(size for size in near if 2 <= size <= _LARGE[-1])
