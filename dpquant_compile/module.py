@@ -67,7 +67,7 @@ class CompiledModule(nn.Module):
             self.__dict__[name] = getattr(original, name)
         self._spec = spec
         self._chosen = sites
-        self._explicit = False
+        self._explicit = ""  # how the policy was set: by "names", as "all", or not at all
         self._pending: tuple[str, ...] | None = None
         self._programs = Programs(original, spec, self._link)
         self._provisional = self._programs.provisional
@@ -192,8 +192,9 @@ class CompiledModule(nn.Module):
 
     def set_policy(self, policy: "str | Iterable[str]") -> Policy:
         """Choose the sites to run in low precision: names, "all" or "none". Costs microseconds, compiles nothing."""
-        self._explicit = True
-        return self._dispatcher.set_policy(policy)
+        chosen = self._dispatcher.set_policy(policy)
+        self._explicit = "all" if isinstance(policy, str) and policy == "all" else "names"
+        return chosen
 
     @property
     def step(self) -> int:
@@ -253,7 +254,8 @@ class CompiledModule(nn.Module):
         chosen = self._pending or (tuple(old.policy) if self._explicit else None)
         if chosen is None:
             return
-        if set(chosen) == set(old.names):
+        # Without declared sites, all of them are none of them: then the word counts.
+        if set(chosen) == set(old.names) and (chosen or self._explicit == "all"):
             self._dispatcher.set_policy("all")
             return
         reasons = {skip.name: skip.reason for skip in self._sites.skipped}

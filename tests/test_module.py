@@ -203,6 +203,29 @@ def test_autocast_trains(policy: str) -> None:
     ours.float().sum().backward()
 
 
+class Product(nn.Module):
+    """Its site is known only with its graph, which takes Dynamo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w if x.shape[1] > 2 else x
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("policy", ["none", "all", []])
+def test_a_policy_set_before_sites_are_known_is_kept(policy: Any, copied: bool) -> None:
+    model = reference(Product(), budget=0.5)
+    assert not len(model.sites)
+    model.set_policy(policy)
+    model = copy.deepcopy(model) if copied else model
+    model.capture(torch.randn(3, 4))
+    assert model.sites.names == ("w",)
+    assert str(model.policy) == ("all" if policy == "all" else "none")
+
+
 # Copies
 
 

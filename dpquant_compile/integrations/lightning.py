@@ -118,6 +118,25 @@ class PrivateTraining(Callback):
         if self._loaded is not None:
             self.engine.load_state_dict(self._loaded)
             self._loaded = None
+        self._attend(trainer, pl_module)
+
+    def _attend(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check monitors between the module's own end of an epoch and the callbacks that choose right after it."""
+        own = pl_module.on_train_epoch_end
+
+        def on_train_epoch_end() -> None:
+            own()
+            _check_monitors(trainer)
+
+        pl_module.__dict__["on_train_epoch_end"] = on_train_epoch_end
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the module as it was."""
+        pl_module.__dict__.pop("on_train_epoch_end", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same, where the trainer is interrupted."""
+        self.teardown(trainer, pl_module, "fit")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch."""
@@ -191,20 +210,24 @@ def _check_callbacks(trainer: Trainer) -> None:
                     )
 
 
+_IN_TRAINING = ("training_step", "on_train_", "on_before_", "on_after_backward")
+
+
 def _check_monitors(trainer: Trainer) -> None:
-    """Refuse choices that depend on what training_step logs: it depends on the data and has no noise."""
+    """Refuse choices that depend on what training logs: it depends on the data and has no noise. ε may be monitored."""
     held: Any = trainer._results
-    logged = [metric.meta.name for metric in held.values() if metric.meta.fx == "training_step"] if held else []
-    names = {name + end for name in logged for end in ("", "_step", "_epoch")}
+    logged = {metric.meta.name: metric.meta.fx for metric in held.values()} if held else {}
+    within = {name: fx for name, fx in logged.items() if fx.startswith(_IN_TRAINING) and name != "epsilon"}
+    names = {name + end: fx for name, fx in within.items() for end in ("", "_step", "_epoch")}
     choosing = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
     for each in choosing:
         monitor = getattr(each, "monitor", None)
         if monitor in names and getattr(each, "reduce_on_plateau", True):  # other schedulers do not read it
             what = type(getattr(each, "scheduler", each)).__name__
             raise IntegrationError(
-                f"{what} monitors {monitor!r}, which training_step logs: it is computed from private data without "
+                f"{what} monitors {monitor!r}, which {names[monitor]} logs: it is computed from private data without "
                 "noise, so what is chosen by it tells of the data, and ε does not cover that. Fix: monitor a metric "
-                "of validation_step, on public data, under a name that training_step does not log"
+                "of validation_step, on public data, under a name that training does not log"
             )
 
 

@@ -62,13 +62,20 @@ def read_batch_guards(exported: fx.GraphModule, batch: int) -> BatchGuards:
     one = sympy.Symbol("batch", integer=True, positive=True)
     for guard in env.guards:
         expr = guard.expr.xreplace(dict.fromkeys(symbols, one))
-        failing = next((size for size in (*_SIZES, *_LARGE) if not _holds(expr, one, size)), None)
+        failing = next((size for size in (*_SIZES, *_LARGE, *_named(expr)) if not _holds(expr, one, size)), None)
         if failing is None:
             continue
         if _is_of_model(guard):
             return BatchGuards(f"forward() decides by its batch size ({_place(guard)})", ())
         doubtful[failing] = None
     return BatchGuards(None, tuple(doubtful))
+
+
+def _named(expr: Any) -> list[int]:
+    """The sizes at and beside the numbers in a guard, and their quotients: `Ne(4*batch, 1200)` is false at 300."""
+    numbers = {1, *(abs(int(number)) for number in expr.atoms(sympy.Integer))} - {0}
+    near = {a // b + d for a in numbers for b in numbers for d in (-1, 0, 1)}
+    return sorted(size for size in near if 2 <= size <= _LARGE[-1])
 
 
 def _holds(expr: Any, symbol: sympy.Symbol, size: int) -> bool:

@@ -294,13 +294,6 @@ def _changes(
             yield f"the value {value}", replaced(lambda rows, value=value: torch.full_like(rows[i], value))
 
 
-def _only(weights: Tensor, axis: BatchAxis, sample: int) -> Tensor:
-    rows = _rows(weights, axis)
-    kept = torch.zeros_like(rows)
-    kept[sample] = rows[sample]
-    return _unrows(kept, weights, axis)
-
-
 def _chosen(value: Tensor, axis: BatchAxis, order: Tensor) -> Tensor:
     """The samples with these numbers, in this order."""
     return _unrows(_rows(value, axis)[order], value, axis)

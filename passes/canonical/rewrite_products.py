@@ -200,7 +200,7 @@ def _places(x: str, matrix: str, output: str) -> tuple[bool, int | None, int | N
     kept = [letter for letter in matrix if letter not in x and letter in output]
     if len(summed) != 1 or len(kept) != 1 or x.replace(summed[0], "") != output.replace(kept[0], ""):
         return None
-    if x.find(".") > 0:
+    if x.find(".") > 0 or output.find(".") > 0:
         return None  # positions are counted from the end, which only a leading ellipsis leaves known
     source, place = x.index(summed[0]) - len(x), output.index(kept[0]) - len(output)
     return matrix[0] == summed[0], None if source == -1 else source, None if place == -1 else place

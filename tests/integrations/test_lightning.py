@@ -178,6 +178,20 @@ def test_choices_by_a_metric_of_training_are_refused(name: str, monitor: str, tm
     assert trained.steps == 0
 
 
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping"])
+def test_choices_by_what_the_end_of_an_epoch_logs_are_refused(name: str, tmp_path: Path) -> None:
+    from lightning.pytorch import callbacks
+
+    chooses = getattr(callbacks, name)(monitor="mean", **({"dirpath": tmp_path} if name == "ModelCheckpoint" else {}))
+    trained = begun()
+    module = module_of(trained)
+    kind = type(module)
+    kind.on_train_epoch_end = lambda self: self.log("mean", torch.zeros(()))
+    with pytest.raises(IntegrationError, match=f"{name} monitors 'mean', which on_train_epoch_end logs"):
+        trainer_of(trained, callbacks=[chooses], enable_checkpointing=True).fit(module, trained.run.loader)
+    assert not list(tmp_path.iterdir()) and "on_train_epoch_end" not in vars(module)
+
+
 def test_a_learning_rate_by_a_metric_of_training_is_refused() -> None:
     trained = begun()
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(trained.run.optimizer)

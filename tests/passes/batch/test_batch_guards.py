@@ -31,6 +31,14 @@ def divisible(y: Tensor) -> Tensor:
     return y.relu() if y.shape[0] % 3 == 0 else y
 
 
+def one_size(y: Tensor) -> Tensor:
+    return y.relu() if y.shape[0] == 300 else y
+
+
+def one_product(y: Tensor) -> Tensor:
+    return y.relu() if 4 * y.shape[0] == 1200 else y
+
+
 def counted(y: Tensor) -> Tensor:
     for i in range(y.shape[0]):
         y = y + i
@@ -42,9 +50,11 @@ def counted(y: Tensor) -> Tensor:
     [
         (threshold, "return y.relu() if y.shape[0] < 16 else y"),
         (divisible, "return y.relu() if y.shape[0] % 3 == 0 else y"),
+        (one_size, "return y.relu() if y.shape[0] == 300 else y"),
+        (one_product, "return y.relu() if 4 * y.shape[0] == 1200 else y"),
         (counted, "for i in range(y.shape[0]):"),
     ],
-    ids=["threshold", "divisible", "counted"],
+    ids=["threshold", "divisible", "one size", "one product", "counted"],
 )
 def test_a_decision_of_the_model_binds_the_graph_and_is_named(function: Any, line: str) -> None:
     _, guards = capture_dynamo(Called(function), (X,), {})

@@ -74,10 +74,11 @@ def test_every_spelling_is_a_site_with_the_same_results(spelling: str) -> None:
         lambda self, x: torch.einsum("bti,io->bo", x, self.w),
         lambda self, x: torch.einsum("bti,bi->bt", x, self.a),
         lambda self, x: torch.einsum("bti,ii->bt", x, self.a),
+        lambda self, x: torch.einsum("...i,io->o...", x, self.w),
         lambda self, x: torch.tensordot(x, self.a, 2),
         lambda self, x: F.linear(x, self.a),
     ],
-    ids=["batch", "of a product", "buffer", "stack", "sum", "rows", "trace", "two dimensions", "linear"],
+    ids=["batch", "of a product", "buffer", "stack", "sum", "rows", "trace", "ellipsis", "two dimensions", "linear"],
 )
 def test_other_products_are_left_alone(function: Any) -> None:
     gm = traced(Matrices(function))
