@@ -19,7 +19,14 @@ from torch.nn import functional as F
 
 from dpquant_compile.errors import PrivacySpecError
 
-__all__ = ["CausalLMLoss", "OnField", "SequenceClassificationLoss", "TokenClassificationLoss", "on_field"]
+__all__ = [
+    "CausalLMLoss",
+    "OnField",
+    "SequenceClassificationLoss",
+    "TokenClassificationLoss",
+    "on_field",
+    "read_fields",
+]
 
 REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100  # never a class, whatever else is ignored
@@ -175,6 +182,18 @@ def field_of(output: Any, name: str | int, asker: str) -> Any:
         f"{f', only {list(fields)}' if fields else ''}. Fix: name one of its fields, as in "
         'dpq.losses.on_field("logits", nn.CrossEntropyLoss())'
     )
+
+
+def read_fields(criterion: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a call, with the one field that the loss reads in the place of a whole output.
+
+    So what else an output holds (a cache, the model's own loss of the batch) is no part of the call.
+    """
+    forward = getattr(type(criterion), "forward", None)
+    if not args or forward not in (OnField.forward, _CrossEntropy.forward):  # one of a subclass may read more
+        return tuple(args)
+    field = criterion.field if isinstance(criterion, OnField) else "logits"
+    return field_of(args[0], field, type(criterion).__name__), *args[1:]
 
 
 def signature_of(criterion: Callable[..., Any]) -> inspect.Signature | None:

@@ -120,3 +120,21 @@ def test_model_trains_on_its_output_and_schedules_from_batches_by_name(name: str
         optimizer.step()
     scheduler.step()
     assert any(scheduler.scores.values()), "the analysis has measured"
+
+
+@pytest.mark.parametrize("with_labels", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_criterion_validates_whatever_else_the_output_holds(with_labels: bool, gradients: bool) -> None:
+    """In eval() a causal model gives a cache, and with labels its own loss of the batch; the criterion reads neither."""
+    data = Samples(by_token=True)
+    _, _, model, _, criterion, _ = made(llama, dpq.losses.CausalLMLoss(), data)
+    model.eval()
+    batch = dict(data.batch)
+    labels = batch["labels"] if with_labels else batch.pop("labels")
+    with torch.set_grad_enabled(gradients):
+        whole, logits = model(**batch), model(**batch).logits
+        assert whole.past_key_values is not None
+        torch.testing.assert_close(criterion(whole, labels), criterion(logits, labels))
+        each = criterion.per_sample(whole, labels)
+        torch.testing.assert_close(each, criterion.per_sample(logits, labels))
+        torch.testing.assert_close(each.mean(), criterion(whole, labels))

@@ -42,7 +42,7 @@ OPTIONS = (
     Option(
         "recipe",
         str,
-        "int4 (default), int8, luq, nvfp4, fp8, paper, or operands as Recipe.parse reads them",
+        "int4 (default), int4_w8, int8, luq, nvfp4, fp8, paper, or operands as Recipe.parse reads them",
         "low precision",
     ),
     Option("format", str, "one number format for all operands, such as luq_fp4, in place of a recipe", "low precision"),

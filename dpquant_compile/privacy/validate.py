@@ -1,5 +1,6 @@
 """Checks of the arguments of `make_private`: the module, its parameters, the loss, sizes and options."""
 
+import inspect
 import itertools
 import math
 import warnings
@@ -130,6 +131,12 @@ def refuse_layers(module: nn.Module) -> None:
 
 def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer holds and that require a gradient, by name, in its order."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PrivacySpecError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, and each would be a release of its "
+            "own. Fix: an optimizer that steps without a closure, such as SGD, Adam or AdamW"
+        )
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in held):

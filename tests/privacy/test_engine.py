@@ -200,6 +200,11 @@ def test_wrong_optimizers_are_refused() -> None:
         refused(module=frozen)
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_before_it_spends() -> None:
+    with pytest.raises(PrivacySpecError, match=r"LBFGS computes the loss several times.*Fix: .*SGD, Adam"):
+        made(optimizer=lambda parameters: torch.optim.LBFGS(parameters))
+
+
 def test_wrong_models_are_refused() -> None:
     with pytest.raises(PrivacySpecError, match=r"compiled by torch\.compile.*dpquant_compile\.compile\(model"):
         refused(module=torch.compile(models.seeded(Net)))

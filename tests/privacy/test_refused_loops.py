@@ -431,10 +431,41 @@ def accumulating(run: Run) -> None:
     run.optimizer.step()
 
 
-def test_a_batch_without_a_step_warns_that_its_gradients_are_dropped() -> None:
+def skipping_empty(run: Run) -> None:
+    """A loop that takes no empty micro-batch, of which one is the last of most batches."""
+    for x, y in run.loader:
+        if len(x) == 0:
+            continue
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.step()
+
+
+def stepping_the_other(run: Run) -> None:
+    """A loop with the optimizer from before make_private."""
+    for x, y in run.loader:
+        run.criterion(run.model(x), y).backward()
+        run.optimizer.original_optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [accumulating, skipping_empty, stepping_the_other])
+def test_batches_left_without_a_step_are_told_once_and_then_refused(loop: Any) -> None:
+    run = made(max_physical_batch_size=8 if loop is skipping_empty else 24)
+    with (
+        pytest.warns(
+            UserWarning, match=r"a batch was left without a step.*paid for.*Fix: step the optimizer that make"
+        ),
+        pytest.raises(PrivateTrainingError, match=r"2 batches in a row were left without a step.*no empty one"),
+    ):
+        loop(run)
+
+
+def test_a_batch_that_is_left_now_and_then_is_only_told() -> None:
     run = made(max_physical_batch_size=24)
-    with pytest.warns(UserWarning, match=r"left without optimizer\.step\(\).*raise batch_size"):
-        accumulating(run)
+    with pytest.warns(UserWarning, match="a batch was left without a step"):
+        for place, (x, y) in enumerate(run.loader):
+            run.criterion(run.model(x), y).backward()
+            if place % 2:
+                run.optimizer.step()
 
 
 def test_zero_grad_after_a_loop_that_was_left_drops_what_was_given_by_hand() -> None:

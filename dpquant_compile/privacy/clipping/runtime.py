@@ -47,6 +47,14 @@ from dpquant_compile.sites import BatchAxis
 __all__ = ["Session", "UnnoisedSum", "padded", "real_rows"]
 
 
+_LEFT = (
+    "left without a step of the private optimizer: the gradients are dropped, and paid for all the same. They do not add "
+    "up over batches. Fix: step the optimizer that make_private returned, not the one that was given to it, after every "
+    "batch that the loader yields. Skip no micro-batch, also no empty one (no `if len(x) == 0: continue`): the last of "
+    "a batch may be empty. For larger batches raise batch_size, and give max_physical_batch_size for what fits into memory"
+)
+
+
 class UnnoisedSum(Tensor):
     """A sum of clipped gradients before noise. It is used like any tensor, and pickled as None.
 
@@ -107,6 +115,7 @@ class Session:
         self._outputs: dict[Hashable, list[Tensor]] = {}  # what each program gives: shapes, types and devices
         self._forwards = (0, 0)  # (step, forwards of that step so far)
         self._sums: dict[str, Tensor] = {}
+        self._left = 0  # logical batches in a row that were left without a step
         self._packed: dict[str, tuple[Any, Tensor, Tensor]] = {}
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -165,16 +174,17 @@ class Session:
             self.step.end()
         else:
             if micro.first and self.step.micro is not None and self.step.growing:
-                warnings.warn(
-                    "a batch was left without optimizer.step(): its gradients are dropped, and it is paid for all the "
-                    "same. They do not add up over batches. Fix: forward, backward and optimizer.step() for all that "
-                    "the loader yields, empty micro-batches too, one of which may be the last of its batch; for larger "
-                    "batches raise batch_size, and give max_physical_batch_size for what fits into memory",
-                    stacklevel=3,
-                )
+                self._note_left()
             self.step.hand_out(micro)
         if self.step.empty:
             self._clear()
+
+    def _note_left(self) -> None:
+        """A logical batch was left without a step: warn; if the one before was too, refuse to go on."""
+        self._left += 1
+        if self._left > 1:
+            raise PrivateTrainingError(f"{self._left} batches in a row were {_LEFT}")
+        warnings.warn(f"a batch was {_LEFT}", stacklevel=4)
 
     @contextmanager
     def rehearsal(self, noise_multiplier: float) -> Iterator[None]:
@@ -196,6 +206,7 @@ class Session:
         """
         self.check_attached()
         self.step.release(noise_multiplier)
+        self._left = 0
         return {name: None if self.step.empty else self._sums.get(name) for name in self.parameters}
 
     def drop_sums(self) -> None:

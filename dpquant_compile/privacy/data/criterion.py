@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
-from dpquant_compile.losses import OnField, own_reduction, signature_of, with_reduction
+from dpquant_compile.losses import OnField, own_reduction, read_fields, signature_of, with_reduction
 from dpquant_compile.passes.private.drop_batch_loss import BatchLoss
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.call_structure import CallStructure
@@ -109,6 +109,7 @@ class PrivateCriterion(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         refuse_modes()
         refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
+        args = read_fields(self.criterion, args)
         losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else None)
         shown = self.gradient.shown if is_private(losses) else _divided
         if self.reduction == "none":
@@ -118,6 +119,7 @@ class PrivateCriterion(nn.Module):
 
     def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
         """Each sample's own loss, [B]: `forward` adds these up."""
+        args = read_fields(self.criterion, args)
         losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else "analysis")
         losses = self._shares(losses, args, kwargs)
         return losses.flatten(1).sum(1) if losses.ndim > 1 else losses

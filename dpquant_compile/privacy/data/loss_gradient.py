@@ -31,7 +31,9 @@ class LossGradient:
     """What the backwards of one criterion's losses have in common.
 
     Guarantee: samples reach the program with the gradients of their own losses, times one number that is the same in
-    every backward, or the backward is refused. The value shown to the loop may be divided; gradients are not.
+    every backward, or the backward is refused. The value shown to the loop may be divided; gradients are not. That
+    number is the one of the first backward, which must not be made of the batch. Terms that the loop adds to the
+    criterion's loss are the user's own: see "The loss" in docs/private.md.
     """
 
     def __init__(self) -> None:

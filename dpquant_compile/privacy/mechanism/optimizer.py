@@ -139,9 +139,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         if stray is not None:
             raise PrivateTrainingError(
                 f"parameter {stray!r} has a gradient that did not come through the private program, so it was not "
-                "clipped: the model was in eval(), or a loss reaches the parameter around it. Fix: model.train() "
-                "before "
-                "the loop, parameters only inside the model's forward(), optimizer.zero_grad() before the first step"
+                "clipped: the model was in eval(), or a loss reaches the parameter around it, as a penalty on weights "
+                "does. Fix: model.train() before the loop, and after an evaluation; weight_decay= of the optimizer for "
+                "a penalty; parameters only inside the model's forward(); optimizer.zero_grad() before the first step"
             )
         # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
         self._settle()

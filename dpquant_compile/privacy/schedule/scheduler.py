@@ -60,7 +60,7 @@ class Scheduler:
     adjacency      "add_remove" or "replace_one": for which the noise of an analysis is scaled
     unpack         from a batch of the loader to (args, kwargs, target); by default (input, target), or a mapping of
                    the model's arguments whose "labels" are the target
-    logs           get a record of every epoch, with ε at `delta`: see `watch`
+    logs           get a record of every epoch, with ε at `delta`: see docs/scheduler.md
 
     Guarantee: scores are released with noise, and each analysis is in the ledger before it reads data. Policies are
     post-processing of the scores.
