@@ -125,7 +125,7 @@ def test_model_trains_on_its_output_and_schedules_from_batches_by_name(name: str
 @pytest.mark.parametrize("with_labels", [False, True])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_criterion_validates_whatever_else_the_output_holds(with_labels: bool, gradients: bool) -> None:
-    """In eval() a causal model gives a cache, and with labels its own loss of the batch; the criterion reads neither."""
+    """In eval() a causal model gives a cache, and with labels its own loss; the criterion reads neither."""
     data = Samples(by_token=True)
     _, _, model, _, criterion, _ = made(llama, dpq.losses.CausalLMLoss(), data)
     model.eval()

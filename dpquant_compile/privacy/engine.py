@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from dpquant_compile.errors import IsolationError, PerSampleGradientError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy import checkpoint, validate
+from dpquant_compile.privacy.accounting.accountants import check_accountant
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from dpquant_compile.privacy.accounting.payments import Payments
 from dpquant_compile.privacy.accounting.replay_check import Releases, fingerprint
@@ -66,6 +67,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         target_delta: float | None = None,
     ) -> None:
         """`ledger_path` stores the ledger on disk, before every spend; with a target, spends above it are refused."""
+        check_accountant(accountant)
         with warnings.catch_warnings():
             # Opacus' secure mode needs a package that can no longer be installed; this engine has its own.
             warnings.filterwarnings("ignore", message="Secure RNG turned off")

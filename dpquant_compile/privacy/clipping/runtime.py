@@ -48,10 +48,11 @@ __all__ = ["Session", "UnnoisedSum", "padded", "real_rows"]
 
 
 _LEFT = (
-    "left without a step of the private optimizer: the gradients are dropped, and paid for all the same. They do not add "
-    "up over batches. Fix: step the optimizer that make_private returned, not the one that was given to it, after every "
-    "batch that the loader yields. Skip no micro-batch, also no empty one (no `if len(x) == 0: continue`): the last of "
-    "a batch may be empty. For larger batches raise batch_size, and give max_physical_batch_size for what fits into memory"
+    "left without a step of the private optimizer: the gradients are dropped, and paid for all the same. They do not "
+    "add up over batches. Fix: step the optimizer that make_private returned, not the one that was given to it, after "
+    "every batch that the loader yields. Skip no micro-batch, also no empty one (no `if len(x) == 0: continue`): the "
+    "last of a batch may be empty. For larger batches raise batch_size, and give max_physical_batch_size for what fits "
+    "into memory"
 )
 
 
