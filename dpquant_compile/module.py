@@ -297,6 +297,9 @@ class CompiledModule(nn.Module):
         on the result blocks until then. With `background` a thread compiles during training, unless the model draws
         random numbers (dropout). At most 32 variants are kept. Variants round intermediate sums in another order than
         the link table, so results may differ in the last bits: wait for them where runs must repeat exactly.
+
+        For training without privacy. One private program serves all policies, so a model that a privacy engine trains
+        is refused, unless variants can serve its evaluation (`quantize_eval=True`).
         """
         if self.__dict__["_private"] is not None and not self._spec.quantize_eval:
             raise PrivateTrainingError(
