@@ -1,7 +1,7 @@
 """Private programs with one policy written into them, against the one program that serves all policies.
 
     python benchmarks/private_variants.py                # ResNet18, 64×64, batch 32
-    python benchmarks/private_variants.py --maps         # one map: rounding by our kernel, or in Inductor's loops
+    python benchmarks/private_variants.py --maps         # single calls: look-ups, rounding by kernel or by loops
     python benchmarks/private_variants.py --smoke        # a small CNN, seconds
 
 The product looks a policy up while a private program runs. Here the joint graph of the same model is rewritten for one
@@ -37,14 +37,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dpquant_compile import pipeline
 from dpquant_compile.backends.cpu_int8.codes import codes_of
 from dpquant_compile.backends.ops.private_site import channels_last
-from dpquant_compile.backends.ops.site import call_of, output_shape, site_call
+from dpquant_compile.backends.ops.site import call_of, output_shape, site_arguments, site_call
 from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.reference.emulated import key_of
 from dpquant_compile.backends.reference.group_norm import group_norm
 from dpquant_compile.backends.reference.per_sample import wide_dtype
 from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
-from dpquant_compile.backends.site_args import site_args
+from dpquant_compile.backends.site_args import in_order, site_args
 from dpquant_compile.numerics import integers
 from dpquant_compile.numerics.random_bits import random_bits, sample_keys, site_keys
 from dpquant_compile.numerics.recipe import Recipe, get_recipe, recipe_names
@@ -445,7 +445,24 @@ def maps(recipe: str, repeats: int) -> list[dict[str, Any]]:
     own = get_recipe(recipe) if recipe in recipe_names() else Recipe.of_format(recipe)
     call = site_call("conv2d", 0, 0, str(own), [0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1])
     sizes = ((64, 16), (256, 4))
+    look_up(call, repeats)
     return [one_map(call, role, *size, repeats) for size in sizes for role in ("input", "grad_output")]
+
+
+def look_up(call: SiteCall, repeats: int) -> None:
+    """What the rounding of a map of 512 elements takes by the operator, and by the kernel alone."""
+    x = torch.randn(2, 16, 4, 4).contiguous(memory_format=torch.channels_last)
+    table = (torch.ones(1, dtype=torch.uint8), site_keys(0, 0, ("map",)), torch.arange(1 << 10))
+    kernel, given = choose_kernel(call, x.device).kernel.arithmetic, site_arguments(table, call)
+    args = in_order(_OPS.round_operand.default, x=x, role="input", **given)
+    streams = Streams(table[1], table[2][:2])
+
+    def microseconds(run: Callable[[], object]) -> float:
+        return min(timed(lambda: [run() for _ in range(100)]) for _ in range(repeats)) * 10
+
+    looked_up = microseconds(lambda: _OPS.round_operand.default(*args))
+    alone = microseconds(lambda: kernel.operand(x, "input", call, streams))
+    print(f"{call.recipe.name:<8} round_operand of 512 elements: {looked_up:.1f} µs, the kernel alone {alone:.1f} µs")
 
 
 def one_map(call: SiteCall, role: str, channels: int, side: int, repeats: int) -> dict[str, Any]:
@@ -496,7 +513,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    parser.add_argument("--maps", action="store_true", help="one map instead of whole steps")
+    parser.add_argument("--maps", action="store_true", help="single calls instead of whole steps")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
