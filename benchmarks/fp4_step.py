@@ -111,9 +111,13 @@ def build(config: Config) -> nn.Module:
         return wide_resnet()
     if config.model == "transformer":
         return Transformer()
-    model: nn.Module = getattr(torchvision_compat.models(), config.model)(
+    half = config.model == "half_resnet18"  # its first two stages: a third of the time to compile
+    model: Any = getattr(torchvision_compat.models(), config.model.removeprefix("half_"))(
         num_classes=CLASSES, norm_layer=lambda width: nn.GroupNorm(min(32, width), width)
     )
+    if half:
+        model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, CLASSES)
+    assert isinstance(model, nn.Module)
     return model
 
 

@@ -32,12 +32,14 @@ class Internals:
 
     `begin(batch, ids, bits)` updates the link table for a training forward on `batch` samples with these ids, which
     draws its random bits from `bits`.
+    `precompiled` says whether `precompile` was asked for variants that training alone would run: a session runs none.
     """
 
     original: nn.Module
     programs: Programs
     spec: CompileSpec
     begin: Callable[[int, Tensor, RandomBits], LinkTable]
+    precompiled: bool
 
 
 def refuse_grad_samplers(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from dpquant_compile import pipeline
 from dpquant_compile.backends.graph_compile import AotGraph
 from dpquant_compile.backends.registry import Choice
 from dpquant_compile.engine_interface import Internals, Runner, refuse_grad_samplers
-from dpquant_compile.errors import CaptureError, SiteError, listing
+from dpquant_compile.errors import CaptureError, PrivateTrainingError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of, kernels_of
 from dpquant_compile.link_table import Dispatcher, LinkTable
 from dpquant_compile.numerics.random_bits import RandomBits
@@ -152,7 +152,8 @@ class CompiledModule(nn.Module):
 
     def internals(self) -> Internals:
         """The interface to a privacy engine."""
-        return Internals(self._original, self._programs, self._spec, self._begin_private)
+        precompiled = self._variants.asked and not self._spec.quantize_eval
+        return Internals(self._original, self._programs, self._spec, self._begin_private, precompiled)
 
     def attach(self, runner: Runner | None) -> None:
         """Let `runner`, such as a private session, run this model's training forwards; None detaches it."""
@@ -298,7 +299,16 @@ class CompiledModule(nn.Module):
         on the result blocks until then. With `background` a thread compiles during training, unless the model draws
         random numbers (dropout). At most 32 variants are kept. Variants round intermediate sums in another order than
         the link table, so results may differ in the last bits: wait for them where runs must repeat exactly.
+
+        For training without privacy. One private program serves all policies, so a model that a privacy engine trains
+        is refused, unless variants can serve its evaluation (`quantize_eval=True`).
         """
+        if self.__dict__["_private"] is not None and not self._spec.quantize_eval:
+            raise PrivateTrainingError(
+                "precompile(): a privacy engine trains this model, and one program serves all policies there. Programs "
+                "for one policy gain too little (docs/performance.md, 'Variants in private training'). Fix: leave "
+                "precompile() out; set_policy() and schedules compile nothing anyway"
+            )
         if isinstance(policies, str) or not isinstance(policies, Iterable):
             raise SiteError(f"precompile({policies!r}): give a list of policies, such as [{policies!r}]")
         chosen = [self._resolve(policy) for policy in policies]

@@ -128,6 +128,7 @@ class VariantCache:
     def __init__(self, limit: int = 32, block_limit: int = 128) -> None:
         self.limit = limit
         self.block_limit = block_limit
+        self.asked = False  # whether anything was to be compiled ahead, ready or not
         self._ready: OrderedDict[tuple[int, Policy], _Variant] = OrderedDict()
         self._blocks: dict[str, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -160,6 +161,7 @@ class VariantCache:
         if programs.spec.inner == "eager":
             missing = []  # nothing is compiled, so nothing can be compiled ahead
         jobs = [(policy, _Variant(program, policy, programs, table)) for policy in missing]
+        self.asked = self.asked or bool(jobs)
         # A run on made-up inputs draws from the global generator if the model has dropout. In the foreground its
         # state is restored; a thread could not do that without disturbing concurrent training.
         threaded = background and not any(variant.random for _, variant in jobs)

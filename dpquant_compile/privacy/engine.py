@@ -166,6 +166,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         world = World.current()
         validate.check_world(world, poisson_sampling)
         model = validate.compiled_module(module)
+        validate.refuse_variants(model)
         parameters = validate.trainable(model, optimizer)
         bounds = Clipping.build(clipping, max_grad_norm, list(parameters))
         step = Step(bounds.sensitivity)

@@ -38,6 +38,7 @@ __all__ = [
     "reduction_of",
     "refuse_layers",
     "refuse_unknown",
+    "refuse_variants",
     "roomy",
     "trainable",
     "whole_batch",
@@ -92,6 +93,17 @@ def refuse_shards(module: nn.Module) -> None:
             f"this model is sharded over processes ({f'parameter {spread!r}' if spread else 'FullyShardedDataParallel'}"
             "), as by fully_shard() or tensor parallelism, and the compiled program reads whole parameters. Fix: leave "
             "it out, and give the compiled model itself, or DistributedDataParallel of it, on each process"
+        )
+
+
+def refuse_variants(model: CompiledModule) -> None:
+    """Refuse a model with variants that training alone would run: no session runs them, and a thread may compile on."""
+    if model.internals().precompiled:
+        raise PrivacySpecError(
+            "precompile() was called on this model, and private training runs no variants: one program serves all its "
+            "policies, and programs for one policy gain too little there (docs/performance.md, 'Variants in private "
+            "training'). Fix: leave precompile() out; if the variants have served training without privacy until now, "
+            "drop them by model.recapture()"
         )
 
 

@@ -261,6 +261,45 @@ def test_state_before_make_private_is_refused() -> None:
         dpq.PrivacyEngine(accountant="rdp").state_dict()
 
 
+# Variants, which private training does not run
+
+
+def test_precompiling_a_private_model_is_refused() -> None:
+    run = made(compile_options={"inner": "eager"})
+    with pytest.raises(PrivateTrainingError, match=r"one program serves all policies.*Fix: leave precompile\(\) out"):
+        run.model.precompile(["all"])
+    train(run)  # it trains on
+
+
+@pytest.mark.slow
+def test_model_with_variants_is_refused_until_they_are_dropped() -> None:
+    model = compiled_net(models.seeded(Net), inner="aot_eager")
+    model(torch.randn(3, FEATURES)).sum().backward()
+    waiting = model.precompile(["all"])
+    with pytest.raises(PrivacySpecError, match=r"precompile\(\) was called.*drop them by model\.recapture\(\)"):
+        refused(module=model)  # also while a thread still compiles them
+    waiting.wait(120)
+    with pytest.raises(PrivacySpecError, match=r"precompile\(\) was called"):
+        refused(module=model)
+    model(torch.randn(3, FEATURES)).sum().backward()  # still trains as it did
+    model.recapture()
+    refused(module=model)
+
+
+@pytest.mark.slow
+def test_variants_may_serve_the_quantized_evaluation_of_a_private_model() -> None:
+    options = {"inner": "aot_eager", "quantize_eval": True, "backend": "reference"}
+    run = made(models.seeded(Net), policy="all", compile_options=options)
+    x = torch.randn(3, FEATURES)
+    wanted = run.model.eval()(x).detach()
+    run.model.precompile(["all"], background=False)
+    assert len(run.model._variants) == 1
+    assert torch.equal(run.model(x), wanted)
+    run.model.train()
+    train(run)
+    refused(module=run.model)  # a second run of the same model
+
+
 # Frozen and unused parameters
 
 

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
             [],
             ("private fp32", "private int4 90 %", "private int8 90 %", "private luq_fp4 90 %", "torch.compile"),
         ),
+        ("private_variants", [], ("2 of 3 sites low", "link table", "direct", "written", "fused", "equal")),
         pytest.param("fp4_step", ["--scaling", "--out", "out"], ("batch    4",), marks=pytest.mark.heavy),
     ],
 )
