@@ -45,8 +45,7 @@ class NativeLibrary:
     def __call__(self, function: str, *arguments: Argument) -> None:
         """Call a function with its arguments in order; the number of threads, which all take last, is torch's own.
 
-        In a process that was forked off one with OpenMP's threads it is one: they are not in the child, where OpenMP
-        would wait for them forever. Tensors are passed by address: dense, on the CPU, of the dtype the C++ says. Bytes and arrays are too; an int is
+        Tensors are passed by address: dense, on the CPU, of the dtype the C++ says. Bytes and arrays are too; an int is
         an int64, and a float a float32.
         """
         given = [_argument(value) for value in arguments]
@@ -64,7 +63,11 @@ class NativeLibrary:
 
 
 class _Threads:
-    """How many threads a call takes."""
+    """How many threads a call takes: as many as torch's operators.
+
+    One in a child that was forked off a process with OpenMP's threads: the child has none of them, and OpenMP would
+    wait for them forever.
+    """
 
     def __init__(self) -> None:
         self._started = self._lost = False

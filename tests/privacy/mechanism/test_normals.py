@@ -1,6 +1,5 @@
 """Normals from a key: known answers of the cipher, the transform against float64, and the same bits on every way."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ WAYS = ["this CPU", "AES-NI", "no cipher", "no vectors", "torch"]
 
 
 @pytest.fixture(params=WAYS)
-def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way of making normals is that of `draw_normals` in turn."""
     library: NativeLibrary | None = None
     if request.param == "this CPU":
@@ -73,7 +72,7 @@ def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     elif request.param == "no vectors":
         library = older("")
     monkeypatch.setattr(normals, "_library", lambda: library)
-    yield str(request.param)
+    return str(request.param)
 
 
 def drawn(groups: int, counter: int = 0, std: float = 1.0, key: bytes = KEY) -> Tensor:
