@@ -19,6 +19,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.privacy.mechanism.normals import BLOCKS, GROUP, draw_normals
 
-__all__ = ["GaussianStream"]
+__all__ = ["GaussianStream", "Part"]
 
 _NONCE = 16  # bytes of the first value of the cipher's counter
 
@@ -40,6 +41,32 @@ _VERSION = 2
 # blake2b with a personalization differs from the plain hash in numerics.random_bits, so the same seed gives unrelated
 # bits for rounding and for noise.
 _DOMAIN = b"dpquant noise v2"
+
+_PLACE = b"dpquant place v1"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The normals from `start` up to `stop` of a draw of `whole` ones: what one of several processes draws of it.
+
+    It begins and ends between groups, or where the draw does, so no two parts share a byte of the keystream.
+    """
+
+    start: int
+    stop: int
+    whole: int
+
+    def __post_init__(self) -> None:
+        inside = 0 <= self.start <= self.stop <= self.whole
+        if not inside or any(edge % GROUP and edge != self.whole for edge in (self.start, self.stop)):
+            raise PrivacySpecError(f"{self} is no part of a draw in whole groups of {GROUP}")
+
+    @classmethod
+    def of(cls, whole: int, rank: int, size: int) -> "Part":
+        """The part of process `rank` of `size`. Parts of all ranks make up the whole, and differ by a group at most."""
+        groups = _groups(whole)
+        edges = (min(groups * r // size * GROUP, whole) for r in (rank, rank + 1))
+        return cls(*edges, whole)
 
 
 class GaussianStream:
@@ -94,6 +121,15 @@ class GaussianStream:
         """The number of AES blocks drawn under the current key."""
         return self._position
 
+    @property
+    def place(self) -> str:
+        """What must be equal on processes that draw parts of the same noise; it reveals nothing about the key.
+
+        Seeded streams must be at one place of one keystream. Secure ones have keys of their own, and only count alike.
+        """
+        whose = "keys of their own" if self.is_secure else f"key {self.derived_key(_PLACE)[:8].hex()}"
+        return f"{whose}, block {self.position}"
+
     def derived_key(self, purpose: bytes) -> bytes:
         """32 bytes derived from the current key, which reveal nothing about it; different for each purpose.
 
@@ -106,21 +142,33 @@ class GaussianStream:
     def fill(self, n: int) -> Tensor:
         """The next `n` standard normals: float32, on the CPU."""
         _require_int("n", n, least=0)
-        return self._draw(n, 1.0)
+        return self._draw(Part(0, n, n), 1.0)
 
-    def normal_like(self, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+    def skip(self, n: int) -> None:
+        """Count `n` normals as drawn, which another process has drawn from its stream."""
+        _require_int("n", n, least=0)
+        with self._lock:
+            self._take(_groups(n) * BLOCKS)
+
+    def normal_like(self, tensors: Sequence[Tensor], std: float, part: Part | None = None) -> list[Tensor]:
         """For each tensor, normals of standard deviation `std` in its shape and on its device, from one flat draw.
 
         They are contiguous, and float32, or float64 where the tensor is: never coarser, since rounding the noise to
         half precision would change its distribution. A `std` of 0 gives zeros but still draws, so that later draws do
         not depend on it.
+
+        With a `part` the tensors are that part of a draw of `part.whole` normals. The keystream of the whole counts as
+        drawn, so the normals and the position are those of a process that draws all of it.
         """
         _require_std(std)
         for index, tensor in enumerate(tensors):
             if not tensor.is_floating_point():
                 raise PrivacySpecError(f"tensor {index} is {tensor.dtype}: Gaussian noise needs real floating point")
         sizes = [tensor.numel() for tensor in tensors]
-        flat = self._draw(sum(sizes), float(std))
+        part = part or Part(0, sum(sizes), sum(sizes))
+        if sum(sizes) != part.stop - part.start:
+            raise PrivacySpecError(f"{sum(sizes)} values in the tensors of {part}, which has another number of them")
+        flat = self._draw(part, float(std))
         result = []
         start = 0
         for tensor, size in zip(tensors, sizes, strict=True):
@@ -204,15 +252,15 @@ class GaussianStream:
             self._key = hashlib.blake2b(f"{seed}\0{rank}".encode(), digest_size=32, person=_DOMAIN).digest()
             self._nonce = 0
 
-    def _draw(self, n: int, std: float) -> Tensor:
-        """The next `n` normals times `std`. The loop multiplies; the result equals a multiplication after it."""
-        groups = -(-n // GROUP)
+    def _draw(self, part: Part, std: float) -> Tensor:
+        """A part of the next draw, times `std`. The loop multiplies; the result equals a multiplication after it."""
+        groups = _groups(part.stop - part.start)
         with self._lock, torch.no_grad():
-            counter = self._take(groups * BLOCKS)
+            counter = self._take(_groups(part.whole) * BLOCKS) + part.start // GROUP * BLOCKS
             out = self._room(groups * GROUP)
             draw_normals(self._key, counter, std, out)
             # Return a separate view before another thread calls `_room`: the view marks the memory as in use.
-            return out[:n]
+            return out[: part.stop - part.start]
 
     def _room(self, count: int) -> Tensor:
         """Memory for a draw: that of the last one, if it had the same length and nobody holds any part of it.
@@ -245,6 +293,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _groups(n: int) -> int:
+    """Groups of normals that hold so many of them."""
+    return -(-n // GROUP)
 
 
 def _restore(state: Mapping[str, Any]) -> GaussianStream:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dpquant_compile.errors import DPQuantError, PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, random_bits, sample_keys, site_keys
 from dpquant_compile.privacy.mechanism import gaussian as noise
-from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from dpquant_compile.privacy.mechanism.normals import BLOCKS, GROUP, draw_normals
 
 N = 1 << 20
@@ -54,8 +54,8 @@ class Recorder(GaussianStream):
         super().__init__(seed, rank)
         self.taken: list[bytes] = []
 
-    def _draw(self, n: int, std: float) -> Tensor:
-        result = super()._draw(n, std)
+    def _draw(self, part: Part, std: float) -> Tensor:
+        result = super()._draw(part, std)
         self.taken.append(counter_mode(*LOCAL.used))
         return result
 
@@ -193,6 +193,40 @@ def test_rounding_bits_of_the_same_seed_are_another_stream() -> None:
     assert stream._key != hashlib.blake2b(b"42\x000", digest_size=32).digest()
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("whole", [0, 1, 31, 32, 33, 1000, 64 * 32])
+def test_parts_make_up_the_draw(whole: int, size: int) -> None:
+    streams = [Recorder(6) for _ in range(size)]
+    parts = [Part.of(whole, rank, size) for rank in range(size)]
+    lengths = [part.stop - part.start for part in parts]
+    want = GaussianStream.seeded(6)
+    for std in (0.5, 2.0):
+        found = [
+            stream.normal_like([torch.zeros(length)], std, part)[0]
+            for stream, length, part in zip(streams, lengths, parts, strict=True)
+        ]
+        assert torch.equal(torch.cat(found), want.normal_like([torch.zeros(whole)], std)[0])
+        assert {stream.position for stream in streams} == {want.position}
+    blocks = [block for stream in streams for block in stream.blocks()]
+    assert len(set(blocks)) == len(blocks) == want.position
+    assert max(lengths) - min(lengths) <= 32 + whole % 32
+
+
+def test_what_another_process_drew_is_skipped() -> None:
+    one, other = GaussianStream.seeded(6), GaussianStream.seeded(6)
+    one.fill(33)
+    other.skip(33)
+    assert one.place == other.place and torch.equal(one.fill(5), other.fill(5))
+
+
+def test_places_differ_where_the_noise_does() -> None:
+    places = [GaussianStream.seeded(seed, rank).place for seed, rank in ((1, 0), (1, 1), (2, 0))]
+    moved = GaussianStream.seeded(1)
+    moved.fill(1)
+    assert len({*places, moved.place}) == 4
+    assert GaussianStream.secure().place == GaussianStream.secure().place != places[0]
+
+
 @pytest.mark.parametrize("source", ["seeded", "rank 3", "generator"])
 def test_resume_goes_on_as_if_never_interrupted(source: str) -> None:
     stream = SOURCES[source]()
@@ -320,6 +354,10 @@ def test_std_zero_gives_zeros_and_still_advances() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda s: s.normal_like([torch.zeros(5)], 1.0, Part(0, 32, 64)), "5 values in the tensors of Part"),
+        (lambda s: Part(0, 31, 64), "no part of a draw in whole groups of 32"),
+        (lambda s: Part(32, 96, 64), "no part of a draw"),
+        (lambda s: s.skip(-1), "n must be an int of at least 0, not -1"),
         (lambda s: s.fill(1.5), "n must be an int of at least 0, not 1.5"),
         (lambda s: s.normal_like([torch.zeros(2)], -1.0), "std must be a finite number of at least 0"),
         (lambda s: s.normal_like([torch.zeros(2)], float("nan")), "not nan"),
