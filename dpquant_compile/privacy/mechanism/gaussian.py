@@ -65,8 +65,8 @@ class Part:
     def of(cls, whole: int, rank: int, size: int) -> "Part":
         """The part of process `rank` of `size`. Parts of all ranks make up the whole, and differ by a group at most."""
         groups = _groups(whole)
-        edges = (min(groups * r // size * GROUP, whole) for r in (rank, rank + 1))
-        return cls(*edges, whole)
+        start, stop = (min(groups * r // size * GROUP, whole) for r in (rank, rank + 1))
+        return cls(start, stop, whole)
 
 
 class GaussianStream:
