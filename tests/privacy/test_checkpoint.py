@@ -51,6 +51,18 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(name: str,
     assert same(before, after)
 
 
+def test_noise_of_another_release_is_not_taken_for_that_of_this_one(trained: dict[str, Any]) -> None:
+    """The same seed gives other noise: a repetition would be a second release that nobody pays for."""
+    noise = {name: value for name, value in trained["noise"].items() if name != "version"}
+    engine = engine_of(schedule={})
+    before = result_of(engine)
+    with pytest.raises(CheckpointError, match="another release of dpquant_compile.*replay=False"):
+        engine.load_state_dict({**trained, "noise": noise})
+    assert same(before, result_of(engine))
+    engine.load_state_dict({**trained, "noise": noise}, replay=False)
+    assert engine.run.noise.state_dict()["seed"] != noise["seed"]
+
+
 def test_broken_checkpoints_are_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
     engine = engine_of(schedule={})
     before = result_of(engine)
