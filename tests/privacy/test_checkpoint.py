@@ -56,7 +56,7 @@ def test_noise_of_another_release_is_not_taken_for_that_of_this_one(trained: dic
     noise = {name: value for name, value in trained["noise"].items() if name != "version"}
     engine = engine_of(schedule={})
     before = result_of(engine)
-    with pytest.raises(CheckpointError, match="another release of dpquant_compile.*replay=False"):
+    with pytest.raises(CheckpointError, match=r"another release of dpquant_compile.*replay=False"):
         engine.load_state_dict({**trained, "noise": noise})
     assert same(before, result_of(engine))
     engine.load_state_dict({**trained, "noise": noise}, replay=False)
