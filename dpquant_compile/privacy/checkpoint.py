@@ -123,6 +123,8 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     if missing := [key for key in wanted.split() if key not in state]:
         raise CheckpointError(f"this checkpoint is incomplete: it has no {', '.join(missing)}")
     run, world = engine.run, engine.run.world
+    if replay and (reason := run.noise.cannot_continue(state["noise"])):
+        raise CheckpointError(reason)
     if world.on_first("the place in the noise, at load_checkpoint", lambda: run.noise.position) > 0:
         raise CheckpointError(
             "this engine has trained already, and going back would leave its releases uncounted. Fix: load a "
@@ -143,10 +145,11 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     copy_ledger(world, engine.ledger)
     run.session.model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
-    run.noise.load_state_dict(state["noise"])
     if state["sampler"] is not None and run.loader.generator is not None and not engine.secure_mode:
         run.loader.generator.set_state(state["sampler"])
-    if not replay:
+    if replay:
+        run.noise.load_state_dict(state["noise"])
+    else:
         engine.renew()
     states = state["torch"].reshape(-1, state["torch"].shape[-1])  # one per process, where several wrote them
     if world.rank < len(states):

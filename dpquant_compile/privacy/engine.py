@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpquant_compile.errors import IsolationError, PerSampleGradientError, PrivacySpecError, PrivateTrainingError
+from dpquant_compile.errors import (
+    DistributedError,
+    IsolationError,
+    PerSampleGradientError,
+    PrivacySpecError,
+    PrivateTrainingError,
+)
 from dpquant_compile.privacy import checkpoint, validate
 from dpquant_compile.privacy.accounting.accountants import check_accountant
 from dpquant_compile.privacy.accounting.ledger import Ledger
@@ -37,6 +43,7 @@ from dpquant_compile.privacy.run import Run, Step
 __all__ = ["PrivacyEngine"]
 
 _BITS = b"dpquant bits v1"  # label from which the key of random bits is derived
+_MARK = b"dpquant mark v1"  # label of what shows whether two processes have the same key
 
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has no types
@@ -288,15 +295,30 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         settings = {**checkpoint.config_of(self), "dataset": described(self.dataset), "policy": sorted(model.policy)}
         world.agree("in make_private", settings)
         world.copy_first([*model.parameters(), *model.buffers()])
-        self._share_bits()
+        self._share_keys()
         model.step = world.on_first("the step of the model, at make_private", lambda: model.step)
         copy_ledger(world, self.ledger)
 
-    def _share_bits(self) -> None:
-        """Derive the key of rounding, random operators and probes from the noise's key; the same on all processes."""
-        run = self.run
-        key = run.world.on_first("the key of random bits", lambda: run.noise.derived_key(_BITS))
-        run.session.take_bits(SecretBits(key, run.world.rank))
+    def _share_keys(self) -> None:
+        """Make the secrets of the processes those of one run, after each change of the noise's key.
+
+        Seeded noise is that of rank 0 on all processes. In secure mode each has a key of its own, which never leaves
+        it. The key of rounding, random operators and probes is derived from rank 0's, and is the same on all.
+
+        Guarantee: keys of secure noise differ between processes, also if their machines began with the same entropy.
+        """
+        run, world = self.run, self.run.world
+        state = world.on_first("the seed of the noise", run.noise.state_dict)
+        if not world.first and not run.noise.is_secure:
+            run.noise.load_state_dict(state)
+        marks = world.gathered(run.noise.derived_key(_MARK))
+        if run.noise.is_secure and len(set(marks)) < world.size:
+            raise DistributedError(
+                "two processes got the same key for their noise from the operating system, as copies of one virtual "
+                "machine do. Fix: start their machines so that each has entropy of its own"
+            )
+        key = world.on_first("the key of random bits", lambda: run.noise.derived_key(_BITS))
+        run.session.take_bits(SecretBits(key, world.rank))
 
     def agree(self, when: str) -> None:
         """Raise `DistributedError` on every process unless all have the same policy, scores, ledger and parameters."""
@@ -331,7 +353,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         seed = run.world.on_first("a new seed", lambda: int.from_bytes(os.urandom(8), "big") >> 1)
         if run.loader.generator is not None:
             run.loader.generator.manual_seed(seed)
-        self._share_bits()
+        self._share_keys()
 
     def release(self, values: Sequence[Tensor]) -> None:
         """Record noised values before they are used; a resumed run must repeat those that were recorded before."""
@@ -353,7 +375,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         Without it, noise is new and every step is charged: for a run that continues differently.
         """
         checkpoint.load_into(self, state, replay and not self.secure_mode)
-        self._share_bits()
+        self._share_keys()
         self.session.constants.take_loaded(state["model"])
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:

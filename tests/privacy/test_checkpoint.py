@@ -13,7 +13,6 @@ from torch import Tensor
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import CheckpointError, LedgerError, PrivateTrainingError
-from dpquant_compile.privacy.mechanism import gaussian as noise
 from tests.support.resuming import DELTA, EPOCHS, STEPS, Net, engine_of, epoch, made_private_again, result_of, same
 
 pytestmark = pytest.mark.slow  # each test trains several runs
@@ -50,6 +49,18 @@ def test_a_checkpoint_of_another_run_is_refused_and_says_what_differs(name: str,
         engine.load_state_dict(trained)
     after = result_of(engine)
     assert same(before, after)
+
+
+def test_noise_of_another_release_is_not_taken_for_that_of_this_one(trained: dict[str, Any]) -> None:
+    """The same seed gives other noise: a repetition would be a second release that nobody pays for."""
+    noise = {name: value for name, value in trained["noise"].items() if name != "version"}
+    engine = engine_of(schedule={})
+    before = result_of(engine)
+    with pytest.raises(CheckpointError, match=r"another release of dpquant_compile.*replay=False"):
+        engine.load_state_dict({**trained, "noise": noise})
+    assert same(before, result_of(engine))
+    engine.load_state_dict({**trained, "noise": noise}, replay=False)
+    assert engine.run.noise.state_dict()["seed"] != noise["seed"]
 
 
 def test_broken_checkpoints_are_refused(tmp_path: Path, trained: dict[str, Any]) -> None:
@@ -182,7 +193,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 def main(folder: Path, tell: Any) -> None:
     """The run: train from the last checkpoint on, or from the start, and leave the result in the folder."""
     torch.set_num_threads(1)
-    noise._missing_compiler = lambda: "it would take four seconds at every start"
     engine = engine_of(folder, schedule={})
     path = folder / "checkpoint.pt"
     if path.exists():

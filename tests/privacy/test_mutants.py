@@ -23,7 +23,7 @@ from dpquant_compile.privacy.clipping import joint_graph as trace
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.clipping.runtime import Session
-from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from tests.support.neighbouring_batches import BOUND, Mixed, Replay, check_replay, make_replay
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
 
@@ -320,24 +320,24 @@ def test_the_checks_pass_without_a_fault() -> None:
     check_equal("all")
 
 
-def _no_noise(self: GaussianStream, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+def _no_noise(self: GaussianStream, tensors: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
     return [torch.zeros_like(tensor) for tensor in tensors]
 
 
-def _half_noise(self: GaussianStream, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+def _half_noise(self: GaussianStream, tensors: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
     return [torch.randn_like(tensor) * std / 2 for tensor in tensors]
 
 
-def _noise_for_some(self: GaussianStream, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+def _noise_for_some(self: GaussianStream, tensors: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
     return [torch.randn_like(tensor) * (std if tensor.dim() > 1 else 0.0) for tensor in tensors]
 
 
-def _same_noise(self: GaussianStream, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+def _same_noise(self: GaussianStream, tensors: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn_like(tensor) * std for tensor in tensors]
 
 
-def _noise_of_layers(self: GaussianStream, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+def _noise_of_layers(self: GaussianStream, tensors: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
     """As if each parameter had the whole multiplier, and its share of the bound as its own sensitivity."""
     return [torch.randn_like(tensor) * std / math.sqrt(len(tensors)) for tensor in tensors]
 

@@ -22,6 +22,9 @@ import dpquant_compile as dpq
 from dpquant_compile.privacy.accounting import ledger_file
 from dpquant_compile.privacy.distributed import world as distributed
 from dpquant_compile.privacy.distributed.world import World, call_roll
+from dpquant_compile.privacy.mechanism import gaussian
+from dpquant_compile.privacy.mechanism import optimizer as optimizer_module
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from tests.support.private import coarsest
 from tests.support.processes import meet, settle_down
 
@@ -234,6 +237,69 @@ class Mean:
         return 1.0
 
 
+def noise_alone(options: dict[str, Any], fault: str = "", epochs: int = 2, load: Path | None = None) -> Tensor:
+    """The gradients of all steps, `[steps, values]`, without anything of the data: zero sums, and noise.
+
+    A fault is that of rank 1 alone. `load` is a checkpoint to go on from.
+    """
+    engine, seen = engine_of(**{"lr": 0.0, "policy": "none", "width": 150, **options}), []
+    made, parameters = engine.run, engine.session.parameters
+    add, part_of = optimizer_module.add_part, Part.of
+    if fault and rank() == 1:
+        if fault == "no noise":
+            optimizer_module.add_part = lambda noise, sums, std, part: add(noise, sums, 0.0, part)
+        elif fault == "the part of another":
+            optimizer_module.add_part = lambda noise, sums, std, part: add(noise, sums, std, part_of(part.whole, 0, 2))
+        elif fault == "a part that is told":
+            Part.of = lambda whole, rank, size: part_of(whole, 0, size)
+        elif fault == "another place":
+            made.noise.skip(1)
+    if load is not None and load.exists():
+        engine.load_checkpoint(path=load)
+    for _ in range(epochs):
+        for x, y in made.loader:
+            last = made.session.micro.last
+            made.optimizer.zero_grad()
+            (made.criterion(made.session.model(x), y) * 0).backward()
+            made.optimizer.step()
+            if last:
+                seen.append(torch.cat([p.grad.flatten() for p in parameters.values()]))
+    if load is not None and not load.exists():
+        engine.save_checkpoint(path=load)
+    return torch.stack(seen)
+
+
+def own_noise() -> tuple[bytes, Tensor]:
+    """In secure mode: a digest of this process' key, and what it drew itself."""
+    keys, drawn = set(), []
+    draw = GaussianStream.normal_like
+
+    def noted(self: GaussianStream, tensors: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
+        result = draw(self, tensors, std, part)
+        keys.add(hashlib.sha256(self._key).digest())
+        drawn.append(torch.cat([one.flatten() for one in result]))
+        return result
+
+    GaussianStream.normal_like = noted  # in a process of its own
+    noise_alone({"secure": True})
+    (key,) = keys
+    return key, torch.cat(drawn)
+
+
+def same_entropy() -> None:
+    """As on machines that are copies of one another."""
+    gaussian.os = SimpleNamespace(urandom=bytes)
+    engine_of(secure=True)
+
+
+def stale_world() -> None:
+    """The run was made on as many processes as there are, and believes in more."""
+    engine = engine_of()
+    engine.run.optimizer.world.size += 1
+    engine.run.optimizer.world.differing = lambda facts: {}
+    epoch(engine)
+
+
 def own_estimator() -> tuple[dict[str, float], float]:
     engine = engine_of(schedule={"estimator": Mean(), "ema": 1.0})
     epoch(engine)
@@ -369,6 +435,14 @@ def collectives() -> dict[str, Any]:
     session.add_used = lambda names: setattr(session, "used", session.used | set(names))
     call_roll(world, session, {"a": 1})
     results["used"] = session.used
+    edges = [0, 32, 32, 70]
+    results["parts"] = world.sum_parts([torch.ones(70)], edges[world.rank], edges[world.rank + 1], 70)
+    results["wrong parts"] = []
+    for wrong in ([(0, 32), (32, 32), (64, 70)], [(0, 32), (0, 32), (32, 70)], [(0, 70)] * 3, [(0, 0)] * 3):
+        try:
+            world.sum_parts([torch.ones(70)], *wrong[world.rank], 70)
+        except dpq.errors.DistributedError as error:
+            results["wrong parts"].append(str(error))
     return results
 
 

@@ -1,8 +1,8 @@
 """Processes that train together: the parts of `torch.distributed` that private training needs.
 
-Each process holds the whole model and works on its own share of every batch. Rank 0 alone draws what is random for
-privacy (the samples of a batch, the noise, the policies) and sends it to the others by a collective. So noise is added
-once, whatever the number of processes, and different seeds cannot make processes diverge.
+Each process holds the whole model and works on its own share of every batch. Rank 0 alone draws the samples of a batch
+and the policies, and sends them to the others by a collective. So different seeds cannot make processes diverge. Each
+process draws the noise of its own part of the values, so that each value gets noise once.
 
 Two rules keep the collectives of all processes in step. They are called only where every process passes in the same
 order, however many micro-batches its share has: at the ends of logical batches and of epochs. And none is called while
@@ -193,6 +193,31 @@ class World:
                 self.traffic.bytes += flat.numel() * flat.element_size()
         self.traffic.moving += time.perf_counter() - started
         return result
+
+    def sum_parts(self, tensors: Sequence[Tensor], start: int, stop: int, whole: int) -> list[Tensor]:
+        """`sum` of tensors to which each process has added noise from value `start` up to `stop`, of `whole` in all.
+
+        Guarantee: raises `DistributedError` on every process, and returns no sum, unless the parts of the processes of
+        the group make up the whole, and no two have a value in common.
+        """
+        if self.size > 1 and (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
+            raise DistributedError(
+                f"this run was made as rank {self.rank} of {self.size} processes, and this is now rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}: a part of the values would get no noise. Fix: call "
+                "make_private, and load the checkpoint, after each init_process_group"
+            )
+        told = torch.zeros(self.size, 3, dtype=torch.int64, device="cpu")
+        told[self.rank] = torch.tensor([start, stop, whole], device="cpu")
+        *sums, told = self.sum([*tensors, told])
+        parts = sorted((first, last) for first, last, _ in told.tolist() if first < last)
+        ends = [0, *(last for _, last in parts)]
+        if [first for first, _ in parts] + [whole] != ends or told[:, 2].ne(whole).any():
+            raise DistributedError(
+                f"the parts of the noise that the processes have added do not make up all {whole} values: "
+                f"{told.tolist()}, as first, last and number of values by rank. Nothing was released. Fix: run the "
+                "same release of dpquant_compile on every process, and go on from the last checkpoint"
+            )
+        return sums
 
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors by those of rank 0, bit for bit."""

@@ -1,10 +1,9 @@
-"""The Gaussian noise of DP-SGD: AES-256 in counter mode, turned into normals by one compiled loop.
+"""The Gaussian noise of DP-SGD: AES-256 in counter mode, turned into normals.
 
 The guarantee of DP-SGD assumes that nobody can tell the noise from true randomness. torch's generators (a Mersenne
 twister on the CPU) are not built for that: their state can be recovered from their output, and a seed of 32 bits can be
 tried out. Here the bits are the keystream of a block cipher, and each draw uses a part of it that no other draw uses.
-The keystream becomes normals by the Box–Muller transform, compiled by Inductor, which makes this also quicker than
-`torch.randn`.
+`normals` turns it into normals, by instructions of the CPU for both, which is also quicker than `torch.randn`.
 
 A stream is as unpredictable as its key. `GaussianStream.secure` takes its key from the operating system and never
 reveals it. `GaussianStream.seeded` can be reproduced by anyone who knows the seed: use it for experiments.
@@ -16,90 +15,58 @@ secure stream protects against prediction of the bits, not against that attack.
 """
 
 import hashlib
-import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
-from torch._inductor import standalone_compile
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from dpquant_compile.backends.compiled import _missing_compiler
 from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.privacy.mechanism.normals import BLOCKS, GROUP, draw_normals
 
-__all__ = ["GaussianStream"]
+__all__ = ["GaussianStream", "Part"]
 
-_BLOCK = 16  # bytes of one AES block
-_COUNTERS = 1 << 128  # values of the cipher's counter
-
-# A pair of normals takes three 32-bit words, so four pairs take three whole blocks.
-_WORDS = 3
-_PAIRS = 4
-
-# Pairs per run of the transform: 12 MiB of keystream, which stays in the cache between cipher and transform.
-# The words of a run are laid out by role, so another number here gives another stream.
-_RUN = 1 << 20
-
-# The plaintext for the keystream: the same zeros each time, few enough to stay in the nearest cache.
-_ZEROS = memoryview(bytes(1 << 16))
-
-# Older versions of cryptography require this much space behind the result, and write nothing there.
-_SLACK = _BLOCK - 1
+_NONCE = 16  # bytes of the first value of the cipher's counter
 
 # References to the memory of a draw if nobody else holds it: the kept tensor, and the storage that is queried.
 _OURS = 2
 
+# The normals of a seed depend on it. Its key depends on it too, so that noise of different versions is independent.
+_VERSION = 2
+
 # blake2b with a personalization differs from the plain hash in numerics.random_bits, so the same seed gives unrelated
 # bits for rounding and for noise.
-_DOMAIN = b"dpquant noise v1"
+_DOMAIN = b"dpquant noise v2"
 
-_LOCK = threading.Lock()
-
-Transform = Callable[[Tensor, Tensor, Tensor, Tensor], object]
+_PLACE = b"dpquant place v1"
 
 
-def _box_muller(words: Tensor, std: Tensor, first: Tensor, second: Tensor) -> tuple[()]:
-    """Normals of the standard deviation `std` into `first` and `second` `[m]`, from random int32 `words` `[3, m]`.
+@dataclass(frozen=True)
+class Part:
+    """The normals from `start` up to `stop` of a draw of `whole` ones: what one of several processes draws of it.
 
-    The radius has 48 bits, for the tail: it reaches 8.2σ, where 24 bits would end at 5.8σ. The added halves keep radius
-    and angle away from zero. The clamp keeps u below 1, to which it rounds once in 2^25 pairs. So no normal is zero,
-    and none leaves its coordinate without noise.
+    It begins and ends between groups, or where the draw does, so no two parts share a byte of the keystream.
     """
-    high = (words[0] >> 8) & 0xFFFFFF
-    low = (words[1] >> 8) & 0xFFFFFF
-    u = high.float() * 2.0**-24 + (low.float() + 0.5) * 2.0**-48
-    radius = torch.sqrt(-2 * torch.log(u.clamp(max=1 - 2.0**-24)))
-    angle = (words[2].float() + 0.5) * (math.pi * 2.0**-31)
-    first.copy_(radius * torch.cos(angle) * std)
-    second.copy_(radius * torch.sin(angle) * std)
-    return ()
 
+    start: int
+    stop: int
+    whole: int
 
-def _transform() -> Transform:
-    """`_box_muller` as one compiled loop if there is a C++ compiler, else uncompiled; equal up to the last bits."""
-    if _missing_compiler() is not None:
-        return _box_muller
-    with _LOCK:
-        return _compiled()
+    def __post_init__(self) -> None:
+        inside = 0 <= self.start <= self.stop <= self.whole
+        if not inside or any(edge % GROUP and edge != self.whole for edge in (self.start, self.stop)):
+            raise PrivacySpecError(f"{self} is no part of a draw in whole groups of {GROUP}")
 
-
-@lru_cache(maxsize=1)
-def _compiled() -> Transform:
-    with torch.device("cpu"):
-        example = [torch.zeros(_WORDS, 64, dtype=torch.int32), torch.ones(()), torch.zeros(64), torch.zeros(64)]
-    with torch.no_grad():
-        graph = make_fx(_box_muller, tracing_mode="symbolic")(*example)
-        # By default Inductor decides from the small example that threads do not pay, or fixes their number.
-        options = {"config_patches": {"cpp.dynamic_threads": True}}
-        program: Any = standalone_compile(graph, list(example), dynamic_shapes="from_graph", options=options)
-    transform: Transform = program
-    return transform
+    @classmethod
+    def of(cls, whole: int, rank: int, size: int) -> "Part":
+        """The part of process `rank` of `size`. Parts of all ranks make up the whole, and differ by a group at most."""
+        groups = _groups(whole)
+        start, stop = (min(groups * r // size * GROUP, whole) for r in (rank, rank + 1))
+        return cls(start, stop, whole)
 
 
 class GaussianStream:
@@ -109,15 +76,14 @@ class GaussianStream:
     so far. Every draw takes whole blocks, so draws of any sizes share no byte of the keystream. Drawing is thread-safe.
     In a forked child, a secure stream takes a new key by itself; a seeded one repeats the parent's.
 
-    The same seed and rank give the same normals for the same sequence of sizes, on any number of threads; between
-    machines, and with or without a C++ compiler, the last bits may differ.
+    The same seed and rank give the same normals, bit for bit, for the same sequence of sizes: on any number of threads,
+    on every CPU, with or without a C++ compiler.
     """
 
     def __init__(self, seed: int | None, rank: int = 0) -> None:
         """The stream of this seed and rank; without a seed a secure one."""
         self._lock = threading.Lock()
         _STREAMS.add(self)
-        self._scratch = bytearray()
         self._kept = torch.empty(0, device="cpu")
         self._position = 0
         self._rekey(seed, rank)
@@ -155,33 +121,54 @@ class GaussianStream:
         """The number of AES blocks drawn under the current key."""
         return self._position
 
+    @property
+    def place(self) -> str:
+        """What must be equal on processes that draw parts of the same noise; it reveals nothing about the key.
+
+        Seeded streams must be at one place of one keystream. Secure ones have keys of their own, and only count alike.
+        """
+        whose = "keys of their own" if self.is_secure else f"key {self.derived_key(_PLACE)[:8].hex()}"
+        return f"{whose}, block {self.position}"
+
     def derived_key(self, purpose: bytes) -> bytes:
         """32 bytes derived from the current key, which reveal nothing about it; different for each purpose.
 
         They are as secret as the noise: new entropy in a secure stream, a function of the seed in a seeded one.
         """
         with self._lock:
-            nonce = self._nonce.to_bytes(_BLOCK, "big")
+            nonce = self._nonce.to_bytes(_NONCE, "big")
             return hashlib.blake2b(nonce, key=self._key, digest_size=32, person=purpose).digest()
 
     def fill(self, n: int) -> Tensor:
         """The next `n` standard normals: float32, on the CPU."""
         _require_int("n", n, least=0)
-        return self._draw(n, 1.0)
+        return self._draw(Part(0, n, n), 1.0)
 
-    def normal_like(self, tensors: Sequence[Tensor], std: float) -> list[Tensor]:
+    def skip(self, n: int) -> None:
+        """Count `n` normals as drawn, which another process has drawn from its stream."""
+        _require_int("n", n, least=0)
+        with self._lock:
+            self._take(_groups(n) * BLOCKS)
+
+    def normal_like(self, tensors: Sequence[Tensor], std: float, part: Part | None = None) -> list[Tensor]:
         """For each tensor, normals of standard deviation `std` in its shape and on its device, from one flat draw.
 
         They are contiguous, and float32, or float64 where the tensor is: never coarser, since rounding the noise to
         half precision would change its distribution. A `std` of 0 gives zeros but still draws, so that later draws do
         not depend on it.
+
+        With a `part` the tensors are that part of a draw of `part.whole` normals. The keystream of the whole counts as
+        drawn, so the normals and the position are those of a process that draws all of it.
         """
         _require_std(std)
         for index, tensor in enumerate(tensors):
             if not tensor.is_floating_point():
                 raise PrivacySpecError(f"tensor {index} is {tensor.dtype}: Gaussian noise needs real floating point")
         sizes = [tensor.numel() for tensor in tensors]
-        flat = self._draw(sum(sizes), float(std))
+        part = part or Part(0, sum(sizes), sum(sizes))
+        if sum(sizes) != part.stop - part.start:
+            raise PrivacySpecError(f"{sum(sizes)} values in the tensors of {part}, which has another number of them")
+        flat = self._draw(part, float(std))
         result = []
         start = 0
         for tensor, size in zip(tensors, sizes, strict=True):
@@ -195,7 +182,8 @@ class GaussianStream:
         with self._lock:
             if self._seed is None:
                 return {"kind": "secure"}
-            return {"kind": "seeded", "seed": self._seed, "rank": self._rank, "position": self._position}
+            place = {"seed": self._seed, "rank": self._rank, "position": self._position}
+            return {"kind": "seeded", "version": _VERSION, **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the saved position, with the noise that an uninterrupted run would have drawn next.
@@ -213,6 +201,8 @@ class GaussianStream:
             with self._lock:
                 self._rekey(None, 0)
             return
+        if reason := self.cannot_continue(state):
+            raise PrivacySpecError(reason)
         missing = [name for name in ("seed", "rank", "position") if name not in state]
         if missing:
             raise PrivacySpecError(f"the saved noise lacks {', '.join(missing)}: it was not made by state_dict()")
@@ -230,6 +220,17 @@ class GaussianStream:
                 self._rekey(seed, rank)
             self._position = max(self._position, position)
 
+    @staticmethod
+    def cannot_continue(state: Mapping[str, Any]) -> str | None:
+        """Why no stream can draw what the saved one would have drawn next; None if one can."""
+        if state.get("kind") == "secure" or state.get("version") == _VERSION:
+            return None
+        return (
+            "the saved noise is that of another release of dpquant_compile, which draws other numbers from the same "
+            "seed. Fix: resume with that release, or load the checkpoint with replay=False, which takes new noise and "
+            "charges the steps since the checkpoint again"
+        )
+
     def renew(self) -> None:
         """Take an unused key, for a run that no longer repeats the one that used the old key."""
         with self._lock:
@@ -246,26 +247,20 @@ class GaussianStream:
         self._position = 0
         if seed is None:
             self._key = os.urandom(32)
-            self._nonce = int.from_bytes(os.urandom(_BLOCK), "big")
+            self._nonce = int.from_bytes(os.urandom(_NONCE), "big")
         else:
             self._key = hashlib.blake2b(f"{seed}\0{rank}".encode(), digest_size=32, person=_DOMAIN).digest()
             self._nonce = 0
 
-    def _draw(self, n: int, std: float) -> Tensor:
-        """The next `n` normals times `std`. The loop multiplies; the result equals a multiplication after it."""
-        transform = _transform()
-        scale = torch.tensor(std, dtype=torch.float32, device="cpu")
-        pairs = -(-n // (2 * _PAIRS)) * _PAIRS
+    def _draw(self, part: Part, std: float) -> Tensor:
+        """A part of the next draw, times `std`. The loop multiplies; the result equals a multiplication after it."""
+        groups = _groups(part.stop - part.start)
         with self._lock, torch.no_grad():
-            out = self._room(2 * pairs)
-            for done in range(0, pairs, _RUN):
-                count = min(_RUN, pairs - done)
-                keystream = self._keystream(count // _PAIRS * _WORDS)
-                words = torch.frombuffer(keystream, dtype=torch.int32, count=_WORDS * count).view(_WORDS, count)
-                first, second = out[2 * done : 2 * (done + count)].view(2, count)
-                transform(words, scale, first, second)
+            counter = self._take(_groups(part.whole) * BLOCKS) + part.start // GROUP * BLOCKS
+            out = self._room(groups * GROUP)
+            draw_normals(self._key, counter, std, out)
             # Return a separate view before another thread calls `_room`: the view marks the memory as in use.
-            return out[:n]
+            return out[: part.stop - part.start]
 
     def _room(self, count: int) -> Tensor:
         """Memory for a draw: that of the last one, if it had the same length and nobody holds any part of it.
@@ -278,19 +273,11 @@ class GaussianStream:
                 self._kept = torch.empty(count, dtype=torch.float32, device="cpu")
         return self._kept
 
-    def _keystream(self, blocks: int) -> bytearray:
-        """The next blocks of the keystream, at the start of a buffer that the next call overwrites."""
-        counter = (self._nonce + self._position) % _COUNTERS
-        self._position += blocks  # first, so that an error below cannot make the next draw repeat this one
-        size = blocks * _BLOCK
-        if len(self._scratch) < size + _SLACK:
-            self._scratch = bytearray(size + _SLACK)
-        room = memoryview(self._scratch)
-        encryptor = Cipher(algorithms.AES(self._key), modes.CTR(counter.to_bytes(_BLOCK, "big"))).encryptor()
-        for start in range(0, size, len(_ZEROS)):
-            count = min(len(_ZEROS), size - start)
-            encryptor.update_into(_ZEROS[:count], room[start : start + count + _SLACK])
-        return self._scratch
+    def _take(self, blocks: int) -> int:
+        """The value of the cipher's counter from which on so many blocks are the caller's."""
+        counter = self._nonce + self._position
+        self._position += blocks  # before they are used: an error must not make the next draw repeat this one
+        return counter
 
 
 # All streams of this process, for the fork handler.
@@ -306,6 +293,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _groups(n: int) -> int:
+    """Groups of normals that hold so many of them."""
+    return -(-n // GROUP)
 
 
 def _restore(state: Mapping[str, Any]) -> GaussianStream:

@@ -1,7 +1,7 @@
 """`PrivateOptimizer`: Opacus' optimizer over sums that the compiled program has clipped already."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +16,9 @@ from dpquant_compile.privacy.clipping.bounds import is_number
 from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sums
 from dpquant_compile.privacy.lightning_guard import check_closure
-from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 
-__all__ = ["Account", "PrivateOptimizer"]
+__all__ = ["Account", "PrivateOptimizer", "add_part"]
 
 
 class Account(Protocol):
@@ -41,6 +41,10 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
     deviation noise_multiplier · `session.sensitivity`, which is the most that one sample adds to the sum. `add_noise`
     alone does so: the account has a payment before noise is drawn, and knows the noised values before anything uses
     them. The sum itself must stay secret.
+
+    On several processes each draws the noise of its part of the values, in secure mode from a key that no other process
+    has. Before anything uses a sum, the processes have compared where their noise comes from and shown which part each
+    has noised: every value got noise once, from one of them.
     """
 
     def __init__(
@@ -131,8 +135,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
     def add_noise(self) -> None:
         """Account for a release, and set every gradient to its clipped sum over all processes plus noise.
 
-        Sums are added up here, once per logical batch: before its last backward none is final. Rank 0 adds the noise to
-        its own sum. `step` calls this; a call by hand is a release like any other, and is charged.
+        Sums are added up here, once per logical batch: before its last backward none is final. Each process adds the
+        noise of its own part of the values to its own sums. `step` calls this; a call by hand is a release like any
+        other, and is charged.
         """
         self._check_parameters()
         stray = next((n for n, p in self.session.parameters.items() if not self._ours(n, p.grad)), None)
@@ -155,11 +160,11 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             )
         used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
         parameters = [self.session.parameters[name] for name in used]
-        grads = wide_sums(self.session, sums, used)
-        if self.world.first:
-            noises = self.noise.normal_like(parameters, self.noise_multiplier * self.session.sensitivity)
-            grads = [noise.add_(total) for noise, total in zip(noises, grads, strict=True)]
-        noised = [grad.to(p.dtype) for p, grad in zip(parameters, self.world.sum(grads), strict=True)]
+        std = self.noise_multiplier * self.session.sensitivity
+        part = Part.of(sum(p.numel() for p in parameters), self.world.rank, self.world.size)
+        noisy = add_part(self.noise, wide_sums(self.session, sums, used), std, part)
+        grads = self.world.sum_parts(noisy, part.start, part.stop, part.whole)
+        noised = [grad.to(p.dtype) for p, grad in zip(parameters, grads, strict=True)]
         self._account.note(noised)
         for parameter, grad in zip(parameters, noised, strict=True):
             parameter.grad = grad
@@ -176,6 +181,8 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             return {}
         model = self.session.internals.original
         return {
+            "processes": self.world.size,
+            "noise": self.noise.place,
             "model.step": self.session.model.step,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.session.sensitivity,
@@ -254,3 +261,22 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             "a private optimizer can be neither copied nor pickled: it belongs to its model, engine and account. Fix: "
             "optimizer.state_dict(), or engine.save_checkpoint(...) for the whole run"
         )
+
+
+def add_part(noise: GaussianStream, sums: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:
+    """The sums, with noise added to a part of their values, counted over all sums in order; `sums` do not change."""
+    cuts, start = [], 0
+    for index, total in enumerate(sums):
+        first, last = (min(max(edge - start, 0), total.numel()) for edge in (part.start, part.stop))
+        if first < last:
+            cuts.append((index, slice(first, last)))
+        start += total.numel()
+    own = [sums[i] if cut == slice(0, sums[i].numel()) else sums[i].reshape(-1)[cut] for i, cut in cuts]
+    noisy = list(sums)
+    for (i, cut), drawn, values in zip(cuts, noise.normal_like(own, std, part), own, strict=True):
+        drawn.add_(values)
+        if drawn.numel() < sums[i].numel():  # at the edges of the part
+            flat = sums[i].reshape(-1)
+            drawn = torch.cat([flat[: cut.start], drawn, flat[cut.stop :]]).view(sums[i].shape)
+        noisy[i] = drawn
+    return noisy

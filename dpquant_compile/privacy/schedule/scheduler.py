@@ -227,8 +227,11 @@ class Scheduler:
             values: list[float] = noisy.tolist()
             return values
 
-        # Noise is drawn once, on rank 0.
-        for name, value in zip(self.policies, self.world.on_first("the scores of an analysis", noised), strict=True):
+        # Noise is drawn once, on rank 0; the others count it, since all must go on at the same place in the noise.
+        values = self.world.on_first("the scores of an analysis", noised)
+        if not self.world.first:
+            run.noise.skip(len(values))
+        for name, value in zip(self.policies, values, strict=True):
             self._state.scores[name] = (1 - self.ema) * self._state.scores[name] + self.ema * value
         self._state.analyses += 1
 

@@ -193,12 +193,14 @@ def test_canaries_tell_nothing_through_other_samples() -> None:
 
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = GaussianStream.normal_like
-    monkeypatch.setattr(GaussianStream, "normal_like", lambda self, tensors, std: draw(self, tensors, 0.0))
+    monkeypatch.setattr(GaussianStream, "normal_like", lambda self, tensors, std, part: draw(self, tensors, 0.0, part))
 
 
 def less_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = GaussianStream.normal_like
-    monkeypatch.setattr(GaussianStream, "normal_like", lambda self, tensors, std: draw(self, tensors, std / 4))
+    monkeypatch.setattr(
+        GaussianStream, "normal_like", lambda self, tensors, std, part: draw(self, tensors, std / 4, part)
+    )
 
 
 def loose_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping import runtime as session_module
 from dpquant_compile.privacy.clipping.program import PrivateProgram
-from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from tests.support import models
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
 from tests.support.private_loops import (
@@ -99,9 +99,9 @@ def test_one_step_one_draw_of_noise_and_one_spend_per_logical_batch(monkeypatch:
     draws: list[float] = []
     own = GaussianStream.normal_like
 
-    def counted(stream: GaussianStream, tensors: Any, std: float) -> list[Tensor]:
+    def counted(stream: GaussianStream, tensors: Any, std: float, part: Part) -> list[Tensor]:
         draws.append(std)
-        return own(stream, tensors, std)
+        return own(stream, tensors, std, part)
 
     monkeypatch.setattr(GaussianStream, "normal_like", counted)
     run = made(max_physical_batch_size=2, noise_multiplier=1.5, max_grad_norm=0.5)

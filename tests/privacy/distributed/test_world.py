@@ -80,15 +80,82 @@ def test_noise_has_the_variance_of_one_draw(size: int, tmp_path: Path) -> None:
     for with_noise, without in zip(noisy["gradients"], bare["gradients"], strict=True):
         parts = [(with_noise[name] - without[name]).flatten() for name in without]
         noise.append(torch.cat(parts).double() * noisy["expected"] / (2.0 * 0.5))  # in units of σ·C
-    values = torch.stack(noise)
+    check_one_draw(torch.stack(noise))
+
+
+def check_one_draw(values: Tensor) -> None:
+    """Each value of each step, `[steps, values]`, has noise of standard deviation one, and no noise twice."""
     n = values.numel()
     assert n > 90_000
+    for piece in values.split(values.shape[1] // 16, dim=1):
+        assert abs(float(piece.std()) - 1) < 5 / math.sqrt(2 * piece.numel())
     assert abs(float(values.mean())) < 5 / math.sqrt(n)
     assert abs(float(values.std()) - 1) < 5 / math.sqrt(2 * n)
     # None is used twice: steps are not correlated, and the kurtosis is that of a Gaussian.
     correlations = torch.corrcoef(values) - torch.eye(len(values))
     assert float(correlations.abs().max()) < 5 / math.sqrt(values.shape[1])
     assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / n)
+
+
+def in_units(noise: Tensor) -> Tensor:
+    """Gradients without anything of the data, in units of σ·C."""
+    return noise.double() * 12 / 0.5
+
+
+@pytest.mark.parametrize("size", few([2, 3], 2))
+def test_noise_is_that_of_one_process(size: int, tmp_path: Path) -> None:
+    """Bit for bit: each process draws its part of the one keystream."""
+    one = alone(workers.noise_alone, {}, folder=tmp_path)
+    check_one_draw(in_units(one))
+    for many in succeeded(together(size, workers.noise_alone, {}, folder=tmp_path)):
+        assert torch.equal(many, one)
+
+
+@pytest.mark.parametrize(("before", "after"), few([(2, 1), (1, 2)], (2, 1)))
+def test_noise_goes_on_alike_on_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
+    options = {"ledger_path": tmp_path / "ledger.json"}
+    whole = alone(workers.noise_alone, {}, folder=tmp_path)
+    for size, part in ((before, whole[:4]), (after, whole[4:])):
+        work = (workers.noise_alone, options, "", 1, tmp_path / "checkpoint")
+        assert all(torch.equal(found, part) for found in succeeded(together(size, *work, folder=tmp_path)))
+
+
+@pytest.mark.parametrize("fault", ["no noise", "the part of another"])
+def test_faults_of_parts_are_found(fault: str, tmp_path: Path) -> None:
+    """A process leaves its part out, or takes that of another: the checks above fail."""
+    faulty = succeeded(together(2, workers.noise_alone, {}, fault, folder=tmp_path))[0]
+    assert not torch.equal(faulty, alone(workers.noise_alone, {}, folder=tmp_path))
+    with pytest.raises(AssertionError):
+        check_one_draw(in_units(faulty))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("a part that is told", r"parts of the noise .* do not make up all \d+ values: .* Nothing was released"),
+        ("another place", r"noise: key \w+, block 0 on rank 0, key \w+, block 12 on rank 1"),
+    ],
+)
+def test_processes_that_would_add_noise_to_other_parts_are_stopped(fault: str, words: str, tmp_path: Path) -> None:
+    for result in together(2, workers.noise_alone, {}, fault, folder=tmp_path):
+        assert isinstance(result, Raised) and result.kind == "DistributedError", result
+        assert re.search(words, result.text), result.text
+
+
+def test_secure_noise_of_each_process_has_a_key_of_its_own(tmp_path: Path) -> None:
+    (first, one), (second, other) = succeeded(together(2, workers.own_noise, folder=tmp_path))
+    assert first != second
+    n = min(len(one), len(other))
+    assert n > 40_000
+    assert abs(float(torch.corrcoef(torch.stack([one[:n], other[:n]]).double())[0, 1])) < 5 / math.sqrt(n)
+    for result in together(2, workers.same_entropy, folder=tmp_path):
+        assert isinstance(result, Raised) and "same key for their noise" in result.text, result
+
+
+def test_a_run_does_not_outlive_its_processes(tmp_path: Path) -> None:
+    """With fewer processes than it was made on, a part of the values would get no noise."""
+    for result in together(2, workers.stale_world, folder=tmp_path):
+        assert isinstance(result, Raised) and "of 3 processes, and this is now rank" in result.text, result
 
 
 def test_rank_0_chooses(tmp_path: Path) -> None:
@@ -239,6 +306,8 @@ def test_collectives(tmp_path: Path) -> None:
         assert (kind, text) == (("OddError", "no") if rank == 0 else ("DistributedError", "rank 0 raised OddError: no"))
         assert result["differing"] == {"b": [0, 0, 1]}
         assert result["used"] == {"x", "0", "1", "2"}
+        assert [total.tolist() for total in result["parts"]] == [[3.0] * 70]
+        assert len(result["wrong parts"]) == 4 and all("do not make up all 70" in t for t in result["wrong parts"])
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,9 +1,10 @@
-"""Gaussian noise: known answers, the distribution, no byte of the keystream twice, exact resumption, secure streams."""
+"""Gaussian noise: the distribution, no byte of the keystream twice, exact resumption, secure streams."""
 
 import copy
 import hashlib
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor
 from dpquant_compile.errors import DPQuantError, PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, random_bits, sample_keys, site_keys
 from dpquant_compile.privacy.mechanism import gaussian as noise
-from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
+from dpquant_compile.privacy.mechanism.normals import BLOCKS, GROUP, draw_normals
 
 N = 1 << 20
 SIGMAS = 6.0  # chance 2e-9: a secure stream is different every time, and must not fail by bad luck
@@ -31,17 +33,31 @@ SOURCES: dict[str, Callable[[], GaussianStream]] = {
 }
 
 
+LOCAL = threading.local()
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws leave in `LOCAL.used` what they use of the keystream of which key."""
+
+    def draw(key: bytes, counter: int, std: float, out: Tensor) -> None:
+        LOCAL.used = (key, counter, out.numel() // GROUP * BLOCKS)
+        draw_normals(key, counter, std, out)
+
+    monkeypatch.setattr(noise, "draw_normals", draw)
+
+
 class Recorder(GaussianStream):
-    """A stream that keeps what it takes from the cipher."""
+    """A stream that keeps what its draws use of the keystream."""
 
     def __init__(self, seed: int | None, rank: int = 0) -> None:
         super().__init__(seed, rank)
         self.taken: list[bytes] = []
 
-    def _keystream(self, blocks: int) -> bytearray:
-        buffer = super()._keystream(blocks)
-        self.taken.append(bytes(buffer[: 16 * blocks]))
-        return buffer
+    def _draw(self, part: Part, std: float) -> Tensor:
+        result = super()._draw(part, std)
+        self.taken.append(counter_mode(*LOCAL.used))
+        return result
 
     def blocks(self) -> list[bytes]:
         stream = b"".join(self.taken)
@@ -55,7 +71,7 @@ def drawn() -> dict[str, np.ndarray]:
 
 
 def key_of(seed: int, rank: int) -> bytes:
-    return hashlib.blake2b(f"{seed}\0{rank}".encode(), digest_size=32, person=b"dpquant noise v1").digest()
+    return hashlib.blake2b(f"{seed}\0{rank}".encode(), digest_size=32, person=b"dpquant noise v2").digest()
 
 
 def counter_mode(key: bytes, first: int, blocks: int) -> bytes:
@@ -64,20 +80,10 @@ def counter_mode(key: bytes, first: int, blocks: int) -> bytes:
     return Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(counters)
 
 
-def box_muller(keystream: bytes) -> np.ndarray:
-    """The normals of one run in float64, all the cosines and then all the sines."""
-    words = np.frombuffer(keystream, dtype="<u4").reshape(3, -1)
-    u = (words[0] >> 8) * 2.0**-24 + ((words[1] >> 8) + 0.5) * 2.0**-48
-    angle = (words[2].view("<i4") + 0.5) * (2 * np.pi / 2**32)
-    radius = np.sqrt(-2 * np.log(u))
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-
-
-def transformed(words: Tensor) -> Tensor:
-    """`[2, m]`, what the transform in use makes of int32 words `[3, m]`."""
-    out = torch.empty(2, words.shape[1])
-    noise._transform()(words, torch.ones(()), out[0], out[1])
-    return out
+def pairs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The two normals of each pair: a group has all first ones and then all second ones."""
+    groups = x.reshape(-1, 2, GROUP // 2)
+    return groups[:, 0].ravel(), groups[:, 1].ravel()
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -85,54 +91,16 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
 
 
-def test_aes_is_the_one_of_the_standard() -> None:
-    # NIST SP 800-38A, F.5.5, CTR-AES256.Encrypt: the first output block.
-    key = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
-    stream = GaussianStream.seeded(0)
-    stream._key, stream._nonce = key, int("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff", 16)
-    assert stream._keystream(1)[:16].hex() == "0bdf7df1591716335e9a8b15c860c502"
-
-
-@pytest.mark.parametrize("first", [0, 1, 2**32 - 5, 2**64 - 5, 2**128 - 5])
-def test_keystream_is_aes_256_in_counter_mode(first: int) -> None:
+@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 1001])
+@pytest.mark.parametrize("first", [0, 12, 2**128 - 5])
+def test_normals_are_those_of_the_next_blocks(n: int, first: int) -> None:
     stream = GaussianStream.seeded(5, rank=2)
-    stream.load_state_dict({"kind": "seeded", "seed": 5, "rank": 2, "position": first})
-    direct = Cipher(algorithms.AES(key_of(5, 2)), modes.CTR(first.to_bytes(16, "big"))).encryptor()
-    got = bytes(stream._keystream(5000)[: 5000 * 16])
-    assert got == direct.update(bytes(5000 * 16)) == counter_mode(key_of(5, 2), first, 5000)
-    assert stream.position == first + 5000
-
-
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 1001, 2 * noise._RUN + 13])
-def test_normals_are_box_muller_of_the_keystream(n: int) -> None:
-    stream = GaussianStream.seeded(5)
-    got = stream.fill(n).double().numpy()
-    blocks = 3 * -(-n // 8)
-    keystream = counter_mode(key_of(5, 0), 0, blocks)
-    run = 12 * noise._RUN
-    want = np.concatenate([box_muller(keystream[i : i + run]) for i in range(0, len(keystream), run)])[:n]
-    assert stream.position == blocks
-    # float32 rounds u by up to 2^-25, which the radius feels the more the smaller it is.
-    assert np.abs(got - want)[np.abs(want) > 0.05].max(initial=0) < 3e-6
-    assert np.abs(got - want).max() < 1e-4
-
-
-def test_extreme_words_give_numbers_that_are_neither_zero_nor_infinite() -> None:
-    edge = [0, -1, 1, 0xFF, 0x100, 2**31 - 1, -(2**31), 1 << 30, -(1 << 30), -256]
-    out = transformed(torch.cartesian_prod(*[torch.tensor(edge, dtype=torch.int32)] * 3).T.contiguous())
-    assert torch.isfinite(out).all()
-    assert (out != 0).all()
-    assert 8.2 < out.abs().max() < 8.3
-
-
-def test_far_tail_has_the_right_shape() -> None:
-    # With the upper 24 bits zero, the radius is beyond 5.7, and its u is uniform below 2^-24.
-    words = torch.randint(-(2**31), 2**31, (3, 1 << 16), generator=torch.Generator().manual_seed(0)).int()
-    words[0] &= 0xFF
-    radius = transformed(words).double().pow(2).sum(0).sqrt()
-    u = torch.exp(-radius.pow(2) / 2) * 2**24
-    assert radius.min() > 5.7
-    assert stats.kstest(u.numpy(), "uniform").pvalue > 1e-3
+    stream.load_state_dict({**stream.state_dict(), "position": first})
+    for position in (first, first + 12 * -(-n // 32)):
+        assert stream.position == position
+        want = torch.empty(32 * -(-n // 32))
+        draw_normals(key_of(5, 2), position, 1.0, want)
+        assert torch.equal(stream.fill(n), want[:n])
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -156,17 +124,15 @@ def test_tail_counts(drawn: dict[str, np.ndarray], source: str) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_neighbours_and_pairs_are_independent(drawn: dict[str, np.ndarray], source: str) -> None:
     x = drawn[source]
-    for lag in (1, 2, 3, 4, 8, 16):
+    for lag in (1, 2, 3, 4, 8, 16, 32):
         assert abs(correlation(x[lag:], x[:-lag])) < SIGMAS
-    # A million normals are one run: the first half are cosines, the second the sines of the same pairs.
-    first, second = x[: N // 2], x[N // 2 :]
-    assert N // 2 <= noise._RUN
+    first, second = pairs(x)
     assert abs(correlation(first, second)) < SIGMAS
     assert abs(correlation(first**2, second**2)) < SIGMAS
 
 
 def test_radius_and_angle_are_uniform(drawn: dict[str, np.ndarray]) -> None:
-    first, second = drawn["seeded"][: N // 2], drawn["seeded"][N // 2 :]
+    first, second = pairs(drawn["seeded"])
     angle = np.arctan2(second, first) / (2 * np.pi) + 0.5
     assert stats.kstest(angle, "uniform", method="asymp").pvalue > 1e-3
     assert stats.kstest(np.exp(-(first**2 + second**2) / 2), "uniform", method="asymp").pvalue > 1e-3
@@ -179,7 +145,7 @@ def test_no_block_is_taken_twice_whatever_the_sizes() -> None:
         assert stream.fill(n).shape == (n,)
     stream.normal_like([torch.zeros(3, 5), torch.zeros(7)], 1.0)
     blocks = stream.blocks()
-    assert len(blocks) == stream.position == sum(3 * -(-n // 8) for n in [*sizes, 22])
+    assert len(blocks) == stream.position == sum(12 * -(-n // 32) for n in [*sizes, 22])
     assert len(set(blocks)) == len(blocks)
     assert b"".join(blocks) == counter_mode(key_of(11, 0), 0, len(blocks))
 
@@ -200,7 +166,7 @@ def test_no_64_bit_word_repeats_across_draws_ranks_and_seeds() -> None:
         for n in (4000, 1, 4000):
             stream.fill(n)
     words = np.concatenate([np.frombuffer(b"".join(stream.taken), dtype="<u8") for stream in streams])
-    # Among 84 000 random words, two are the same with a chance of 2e-10.
+    # Among 85 000 random words, two are the same with a chance of 2e-10.
     assert len(np.unique(words)) == len(words) > 80_000
 
 
@@ -225,6 +191,40 @@ def test_rounding_bits_of_the_same_seed_are_another_stream() -> None:
             assert len(np.intersect1d(words[:64], bits[:64])) == 0
     assert stream._key[:8] != hashlib.blake2b(b"42\x000", digest_size=8).digest()
     assert stream._key != hashlib.blake2b(b"42\x000", digest_size=32).digest()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("whole", [0, 1, 31, 32, 33, 1000, 64 * 32])
+def test_parts_make_up_the_draw(whole: int, size: int) -> None:
+    streams = [Recorder(6) for _ in range(size)]
+    parts = [Part.of(whole, rank, size) for rank in range(size)]
+    lengths = [part.stop - part.start for part in parts]
+    want = GaussianStream.seeded(6)
+    for std in (0.5, 2.0):
+        found = [
+            stream.normal_like([torch.zeros(length)], std, part)[0]
+            for stream, length, part in zip(streams, lengths, parts, strict=True)
+        ]
+        assert torch.equal(torch.cat(found), want.normal_like([torch.zeros(whole)], std)[0])
+        assert {stream.position for stream in streams} == {want.position}
+    blocks = [block for stream in streams for block in stream.blocks()]
+    assert len(set(blocks)) == len(blocks) == want.position
+    assert max(lengths) - min(lengths) <= 32 + whole % 32
+
+
+def test_what_another_process_drew_is_skipped() -> None:
+    one, other = GaussianStream.seeded(6), GaussianStream.seeded(6)
+    one.fill(33)
+    other.skip(33)
+    assert one.place == other.place and torch.equal(one.fill(5), other.fill(5))
+
+
+def test_places_differ_where_the_noise_does() -> None:
+    places = [GaussianStream.seeded(seed, rank).place for seed, rank in ((1, 0), (1, 1), (2, 0))]
+    moved = GaussianStream.seeded(1)
+    moved.fill(1)
+    assert len({*places, moved.place}) == 4
+    assert GaussianStream.secure().place == GaussianStream.secure().place != places[0]
 
 
 @pytest.mark.parametrize("source", ["seeded", "rank 3", "generator"])
@@ -296,23 +296,6 @@ def test_generator_is_asked_once() -> None:
         assert GaussianStream.from_generator(None, rank=1).state_dict() == again.state_dict()
 
 
-@pytest.mark.parametrize("n", [1, 1001, 2 * noise._RUN + 13])
-def test_compiled_equals_plain_torch(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = GaussianStream.seeded(6).fill(n)
-    monkeypatch.setattr(noise, "_missing_compiler", lambda: "no C++ compiler")
-    assert noise._transform() is noise._box_muller
-    torch.testing.assert_close(compiled, GaussianStream.seeded(6).fill(n), rtol=0, atol=2e-6)
-
-
-def test_threads_do_not_change_the_noise() -> None:
-    before = torch.get_num_threads()
-    one = GaussianStream.seeded(6).fill(100_003)
-    torch.set_num_threads(3 - min(before, 2))
-    other = GaussianStream.seeded(6).fill(100_003)
-    torch.set_num_threads(before)
-    assert torch.equal(one, other)
-
-
 def test_default_device_and_autograd_do_not_matter() -> None:
     with torch.device("meta"), torch.enable_grad():
         x = GaussianStream.seeded(6).fill(10)
@@ -371,6 +354,10 @@ def test_std_zero_gives_zeros_and_still_advances() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda s: s.normal_like([torch.zeros(5)], 1.0, Part(0, 32, 64)), "5 values in the tensors of Part"),
+        (lambda s: Part(0, 31, 64), "no part of a draw in whole groups of 32"),
+        (lambda s: Part(32, 96, 64), "no part of a draw"),
+        (lambda s: s.skip(-1), "n must be an int of at least 0, not -1"),
         (lambda s: s.fill(1.5), "n must be an int of at least 0, not 1.5"),
         (lambda s: s.normal_like([torch.zeros(2)], -1.0), "std must be a finite number of at least 0"),
         (lambda s: s.normal_like([torch.zeros(2)], float("nan")), "not nan"),
@@ -384,7 +371,8 @@ def test_std_zero_gives_zeros_and_still_advances() -> None:
         (lambda s: GaussianStream.from_generator(5), "must be a torch.Generator or None, not int"),
         (lambda s: s.load_state_dict({"kind": "secure"}), "saved noise is 'secure', but this run's is 'seeded'"),
         (lambda s: GaussianStream.secure().load_state_dict(s.state_dict()), "resume with the same secure_mode"),
-        (lambda s: s.load_state_dict({"kind": "seeded", "seed": 1}), "lacks rank, position"),
+        (lambda s: s.load_state_dict({"kind": "seeded", "version": 2, "seed": 1}), "lacks rank, position"),
+        (lambda s: s.load_state_dict({"kind": "seeded", "seed": 1, "rank": 0, "position": 0}), "of another release"),
         (lambda s: s.load_state_dict({**s.state_dict(), "position": -1}), "saved position must be an int of at least"),
         (lambda s: s.load_state_dict({**s.state_dict(), "rank": 1}), "Load on each rank the state that this rank"),
     ],

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import CheckpointError, PrivateTrainingError
+from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
+from dpquant_compile.privacy.mechanism.optimizer import add_part
 from tests.support import models
 from tests.support.heavy import few
 from tests.support.private_loops import FEATURES, Net, Run, assert_same, by_hand, dataset, made, plain_loader, train
@@ -118,6 +120,38 @@ def test_noise_does_not_depend_on_the_data() -> None:
         assert all(map(torch.equal, drawn, second[name]))
     other = noise_of(made(models.seeded(Wide), noise=1))
     assert not torch.allclose(first["fc.weight"][0], other["fc.weight"][0], atol=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_parts_of_processes_make_up_the_noise(size: int) -> None:
+    """Each value gets noise from one process, also in tensors that several share; the sums themselves do not change."""
+    shapes = [(3, 4), (), (40, 7), (0,), (5,), (2, 3, 4, 5), (64,)]
+    sums = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
+    sums[2], sums[5] = sums[2].t().contiguous().t(), sums[5].to(memory_format=torch.channels_last)
+    sums[4] = sums[4].double()
+    whole = sum(total.numel() for total in sums)
+    kept = [total.clone() for total in sums]
+    want = [n.add_(s) for n, s in zip(GaussianStream.seeded(3).normal_like(sums, 2.0), sums, strict=True)]
+    touched = [torch.zeros(total.shape, dtype=torch.int64) for total in sums]
+    places = set()
+    for rank in range(size):
+        stream = GaussianStream.seeded(3)
+        noisy = add_part(stream, sums, 2.0, Part.of(whole, rank, size))
+        places.add(stream.place)
+        for found, total, noised, count in zip(noisy, sums, want, touched, strict=True):
+            assert found.shape == total.shape and found.dtype == total.dtype
+            mine = found != total
+            assert torch.equal(found[mine], noised[mine])
+            count += mine
+    assert len(places) == 1
+    assert all(bool((count == 1).all()) for count in touched)
+    assert all(map(torch.equal, sums, kept))
+
+
+def test_a_process_without_a_part_adds_nothing() -> None:
+    stream, sums = GaussianStream.seeded(3), [torch.ones(5)]
+    assert torch.equal(add_part(stream, sums, 2.0, Part.of(5, 0, 2))[0], sums[0])
+    assert stream.position == 12, "it goes on where the others do"
 
 
 # Saving and resuming
