@@ -105,6 +105,9 @@ def kernels_of(
     return kernel
 
 
+_BFLOAT16 = "output and input gradient of operands rounded to bfloat16, where the weight is float32"
+
+
 def explain(
     sites: SiteTable,
     policy: Policy,
@@ -131,6 +134,9 @@ def explain(
         low = site.name in policy
         if not active or (not low and spec.recipe.other == Precision.FULL):
             rows.append(Row(site.name, site.op, shape, "full", "torch (full precision)", False, ""))
+            continue
+        if not low and spec.recipe.other == Precision.BFLOAT16:
+            rows.append(Row(site.name, site.op, shape, spec.recipe.high, "torch (bfloat16)", True, _BFLOAT16))
             continue
         choice = kernel_for(site)
         passed = [f"not {name}: {reason}" for name, reason in choice.passed_over]
