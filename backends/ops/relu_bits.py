@@ -67,4 +67,4 @@ def _in_memory(x: Tensor) -> Tensor:
 
 
 def _rounded(policy: Tensor, sites: Sequence[int]) -> bool:
-    return all(Precision(policy[site].item()).by_recipe for site in sites)
+    return all(Precision(int(policy[site].item())).by_recipe for site in sites)
