@@ -36,12 +36,11 @@ import dpquant_compile as dpq
 from dpquant_compile import torchvision_compat
 
 CLASSES = 10
-CONTESTANTS = ("eager", "eager bfloat16", "torch.compile", "hooks", "ghost", "functorch")
-CONTESTANTS += ("ours", "ours bfloat16", "ours int4")
-IMAGES = tuple(kind for kind in CONTESTANTS if kind != "ours int4")
-LANGUAGE = tuple(kind for kind in CONTESTANTS if kind != "functorch")
 PLAIN = ("eager", "eager bfloat16", "torch.compile")
 OURS = ("ours", "ours bfloat16", "ours int4")
+CONTESTANTS = (*PLAIN, "hooks", "ghost", "functorch", *OURS)
+IMAGES = tuple(kind for kind in CONTESTANTS if kind != "ours int4")
+LANGUAGE = tuple(kind for kind in CONTESTANTS if kind != "functorch")
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,9 @@ def test_a_sample_that_is_not_finite_spoils_no_other() -> None:
             assert torch.equal(found[kept], usual[kept]) and not found[2].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of torch's switch
 def test_processors_without_bfloat16_have_the_same_rounding() -> None:
-    """Slower, in torch's own loops."""
+    """Slower, in torch's own loops, which add the taps of a conv's input gradient in bfloat16."""
     for name in GEOMETRIES:
         op, geometry, x, weight, bias = operands(name)
         y = BFLOAT16.forward(op, geometry, x, weight, bias)
@@ -156,5 +157,5 @@ def test_processors_without_bfloat16_have_the_same_rounding() -> None:
         with torch.backends.mkldnn.flags(enabled=False):
             plain = BFLOAT16.forward(op, geometry, x, weight, bias)
             back = BFLOAT16.grad_input(geometry, y, x, weight)
-        assert (plain - y).abs().max() <= 2 * STEP * y.abs().max(), name
-        assert (back - dx).abs().max() <= 2 * STEP * dx.abs().max(), name
+        assert (plain - y).abs().max() <= STEP * y.abs().max(), name
+        assert (back - dx).abs().max() <= (1 if geometry is None else 8) * STEP * dx.abs().max(), name
