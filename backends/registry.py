@@ -45,7 +45,7 @@ class SiteCall:
     call: int
 
     def running(self, precision: int) -> "SiteCall | None":
-        """The call as it runs at this precision, see `Precision`; None for full precision."""
+        """The call as it runs at this precision, see `Precision`; None where no recipe rounds its operands."""
         recipe = self.recipe.running(precision)
         return self if recipe is self.recipe else None if recipe is None else replace(self, recipe=recipe)
 

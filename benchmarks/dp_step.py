@@ -8,7 +8,8 @@
 Times are medians over repeats that alternate between the contestants, on two threads: forward, backward and clipping
 in one column, noise and the optimizer's step in the other. Peak memory is the high-water mark of resident memory over
 a step after the first, each contestant in a process of its own; "net" is what that lies above the process before its
-model. "ours int4" is the default recipe at nine tenths of the sites. GPT-2 has random weights, twelve layers of width
+model. "ours int4" is the default recipe at nine tenths of the sites, "ours bfloat16" is `high="bfloat16"` with no site
+low, "eager bfloat16" is plain training under torch.autocast. GPT-2 has random weights, twelve layers of width
 768, its vocabulary of 50,257 and its tied head. A contestant that cannot train a model has its reason in the table.
 """
 
@@ -35,10 +36,11 @@ import dpquant_compile as dpq
 from dpquant_compile import torchvision_compat
 
 CLASSES = 10
-CONTESTANTS = ("eager", "torch.compile", "hooks", "ghost", "functorch", "ours", "ours int4")
+PLAIN = ("eager", "eager bfloat16", "torch.compile")
+OURS = ("ours", "ours bfloat16", "ours int4")
+CONTESTANTS = (*PLAIN, "hooks", "ghost", "functorch", *OURS)
 IMAGES = tuple(kind for kind in CONTESTANTS if kind != "ours int4")
 LANGUAGE = tuple(kind for kind in CONTESTANTS if kind != "functorch")
-OURS = ("ours", "ours int4")
 
 
 @dataclass(frozen=True)
@@ -153,22 +155,25 @@ def contestant(kind: str, config: Config) -> Contestant:
     else:
         x = torch.randn(config.batch, 3, config.size, config.size, generator=generator)
         y = torch.randint(0, CLASSES, (config.batch,), generator=generator)
-    model = build(config, inplace=kind in ("eager", "torch.compile", *OURS)).train()
+    model = build(config, inplace=kind in (*PLAIN, *OURS)).train()
     optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     criterion: Any = SequenceLoss() if config.language else nn.CrossEntropyLoss()
-    if kind in ("eager", "torch.compile"):
-        call: Any = model if kind == "eager" else torch.compile(model, backend=config.inner)
+    if kind in PLAIN:
+        call: Any = torch.compile(model, backend=config.inner) if kind == "torch.compile" else model
 
         def plain() -> None:
             optimizer.zero_grad()
-            criterion(call(x), y).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "eager bfloat16"):
+                loss = criterion(call(x), y)
+            loss.backward()
 
         return Contestant(plain, lambda: optimizer.step())
     loader = DataLoader(TensorDataset(x, y), batch_size=config.batch)
     common: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
     common["data_loader"] = loader
     if kind in OURS:
-        compiled = dpq.compile(model, budget=0.9 if kind == "ours int4" else 0, inner=config.inner)
+        numerics: dict[str, Any] = {"high": "bfloat16"} if kind == "ours bfloat16" else {}
+        compiled = dpq.compile(model, budget=0.9 if kind == "ours int4" else 0, inner=config.inner, **numerics)
         private, optimizer, criterion, _ = dpq.PrivacyEngine(accountant="rdp").make_private(
             module=compiled, optimizer=optimizer, criterion=criterion, max_physical_batch_size=config.batch, **common
         )

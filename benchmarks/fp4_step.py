@@ -7,7 +7,8 @@
 
 Times are medians over repeats that alternate between the contestants, on two threads: forward, backward and clipping in
 one column, noise and the optimizer's step in the other. "int4 90 %" means nine tenths of the sites by that recipe,
-drawn at random by a fixed seed; smaller shares are subsets of larger ones. "peaks" measures what this machine can do at
+drawn at random by a fixed seed; smaller shares are subsets of larger ones. "eager bfloat16" is plain training under
+torch.autocast, "private bfloat16" is `high="bfloat16"` with no site low. "peaks" measures what this machine can do at
 best.
 """
 
@@ -133,15 +134,17 @@ def batch_of(config: Config) -> tuple[Tensor, Tensor]:
 Step = tuple[Callable[[], None], Callable[[], None]]
 
 
-def plain(config: Config, compiled: bool) -> Step:
-    """Training without privacy: gradients, and the optimizer's step."""
+def plain(config: Config, compiled: bool, bfloat16: bool = False) -> Step:
+    """Training without privacy, in float32 or under autocast: gradients, and the optimizer's step."""
     model, (x, y) = build(config), batch_of(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     call: Any = torch.compile(model, backend=config.inner) if compiled else model
 
     def gradients() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(call(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            loss = F.cross_entropy(call(x), y)
+        loss.backward()
 
     return gradients, lambda: optimizer.step()
 
@@ -149,10 +152,10 @@ def plain(config: Config, compiled: bool) -> Step:
 class Private:
     """Private training, with the policy as data."""
 
-    def __init__(self, config: Config, recipe: str = "int4") -> None:
+    def __init__(self, config: Config, recipe: str = "int4", high: str = "float32") -> None:
         self.x, self.y = batch_of(config)
         numerics: dict[str, Any] = {"recipe": recipe} if recipe in dpq.recipe_names() else {"format": recipe}
-        model = dpq.compile(build(config), budget=0, inner=config.inner, **numerics)
+        model = dpq.compile(build(config), budget=0, inner=config.inner, high=high, **numerics)
         made = dpq.PrivacyEngine(accountant="rdp").make_private(
             module=model.train(),
             optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -206,7 +209,7 @@ def measure(steps: dict[str, Step], repeats: int) -> dict[str, dict[str, list[fl
 def report(config: Config, times: dict[str, Any]) -> dict[str, Any]:
     """Print one configuration's table; the figures come back for the file."""
     print(f"\n{config}")
-    print(f"{'':<22}{'fwd+bwd+clip ms':>20}{'noise+step ms':>18}{'fp32 / this':>13}{'eager / this':>14}")
+    print(f"{'':<24}{'fwd+bwd+clip ms':>20}{'noise+step ms':>18}{'fp32 / this':>13}{'eager / this':>14}")
     middle = {name: statistics.median(taken["gradients"]) for name, taken in times.items()}
     figures: dict[str, Any] = {}
     for name, taken in times.items():
@@ -215,7 +218,7 @@ def report(config: Config, times: dict[str, Any]) -> dict[str, Any]:
             spread = (max(taken[part]) - min(taken[part])) / 2
             cells.append(f"{statistics.median(taken[part]):.1f} ± {spread:.1f}")
         to_fp32, to_eager = middle["private fp32"] / middle[name], middle["eager"] / middle[name]
-        print(f"{name:<22}{cells[0]:>20}{cells[1]:>18}{to_fp32:>12.2f}×{to_eager:>13.2f}×", flush=True)
+        print(f"{name:<24}{cells[0]:>20}{cells[1]:>18}{to_fp32:>12.2f}×{to_eager:>13.2f}×", flush=True)
         figures[name] = {
             "gradients_ms": middle[name],
             "step_ms": statistics.median(taken["step"]),
@@ -229,6 +232,8 @@ def report(config: Config, times: dict[str, Any]) -> dict[str, Any]:
 def contest(config: Config, repeats: int) -> dict[str, Any]:
     """All contestants on one configuration."""
     steps = {"eager": plain(config, False), "torch.compile": plain(config, True)}
+    steps |= {"eager bfloat16": plain(config, False, True), "torch.compile bfloat16": plain(config, True, True)}
+    steps["private bfloat16"] = Private(config, high="bfloat16").at(0)
     for recipe, shares in CONTEST.items():
         private = Private(config, recipe)
         for share in shares:
@@ -273,13 +278,15 @@ def profiled(config: Config, share: int) -> str:
 
 
 def peaks() -> dict[str, float]:
-    """What this machine does at best: float32 and int8 products, and copies."""
+    """What this machine does at best: float32, bfloat16 and int8 products, and copies."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    c, d = a.bfloat16(), b.bfloat16()
     source, target = torch.randn(1 << 25), torch.empty(1 << 25)
-    best = {"fp32_gflops": 0.0, "int8_gops": 0.0, "copy_gb_s": 0.0}
+    best = {"fp32_gflops": 0.0, "bf16_gflops": 0.0, "int8_gops": 0.0, "copy_gb_s": 0.0}
     call = _int8_peak() if native.unavailable() is None else None
     for _ in range(7):
         best["fp32_gflops"] = max(best["fp32_gflops"], 2 * 2048**3 / timed(lambda: torch.mm(a, b)) / 1e6)
+        best["bf16_gflops"] = max(best["bf16_gflops"], 2 * 2048**3 / timed(lambda: torch.mm(c, d)) / 1e6)
         best["copy_gb_s"] = max(best["copy_gb_s"], 8 * (1 << 25) / timed(lambda: target.copy_(source)) / 1e6)
         if call is not None:
             best["int8_gops"] = max(best["int8_gops"], 2 * 2048**3 / timed(call) / 1e6)

@@ -41,7 +41,8 @@ def compile(
     quantize_outputs  "none", "flow" or "all": whether results are quantized too, besides the operands
     recipe            how input, weight and output gradient are rounded: "int4" (the default), "int4_w8", "int8", "luq",
                       "nvfp4", "fp8", "paper" (as published), or a `dpq.Recipe`
-    high              what sites run in that are not low: "float32" (if neither this nor the recipe says else) or "int8"
+    high              what sites run in that are not low: "float32" (if neither this nor the recipe says else),
+                      "bfloat16" or "int8"
     seed              of the random rounding and of the first policy, which is a uniform draw
     quantize_eval     eval() follows the policy as well
     inner             compiler of the graph around the sites: "inductor", "aot_eager" or "eager"; by default

@@ -112,10 +112,12 @@ def explain(
     device: torch.device,
     training: bool,
     kernel_for: Callable[[Site], Choice],
+    dtypes: Mapping[str, torch.dtype],
     lost: Mapping[str, str] | None = None,
     private: Sequence[tuple[str, str, str]] = (),
 ) -> Explanation:
-    """The table for a model in its present state. `kernel_for` says what runs a site, see `kernels_of`.
+    """The table for a model in its present state. `kernel_for` says what runs a site, see `kernels_of`; `dtypes` are
+    those of the parameters by name.
 
     `lost` are sites that the last call could not quantize, and why. `private` says for each trainable parameter under a
     privacy engine: its name, the operators that use it, and the way its per-sample gradients are taken.
@@ -131,6 +133,14 @@ def explain(
         low = site.name in policy
         if not active or (not low and spec.recipe.other == Precision.FULL):
             rows.append(Row(site.name, site.op, shape, "full", "torch (full precision)", False, ""))
+            continue
+        if not low and spec.recipe.other == Precision.BFLOAT16:
+            dtype = dtypes.get(site.weight or "", torch.float32)
+            if dtype == torch.float32:
+                row = Row(site.name, site.op, shape, "bfloat16", "torch (bfloat16)", True, "weight gradient in float32")
+            else:
+                row = Row(site.name, site.op, shape, "full", "torch (full precision)", False, f"its weight is {dtype}")
+            rows.append(row)
             continue
         choice = kernel_for(site)
         passed = [f"not {name}: {reason}" for name, reason in choice.passed_over]

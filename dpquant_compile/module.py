@@ -326,13 +326,15 @@ class CompiledModule(nn.Module):
         lost = {s.name: s.reason for s in collect_sites(latest.base).skipped} if latest is not None else {}
         private = self.__dict__["_private"].ways() if self.__dict__["_private"] is not None else ()
         where = self._device(), self._original.training
-        return explain(self._sites, self.policy, self._spec, *where, self._kernels(), lost, private)
+        return explain(self._sites, self.policy, self._spec, *where, self._kernels(), self._dtypes(), lost, private)
 
     def _kernels(self) -> Callable[[Site], Choice]:
         """What runs a site, by its tensors in the last call."""
-        dtypes = {name: p.dtype for name, p in self._original.named_parameters(remove_duplicate=False)}
         latest = self._programs.latest
-        return kernels_of(self._spec, self._device(), dtypes, None if latest is None else latest.base)
+        return kernels_of(self._spec, self._device(), self._dtypes(), None if latest is None else latest.base)
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {name: p.dtype for name, p in self._original.named_parameters(remove_duplicate=False)}
 
     def trace_log(self) -> tuple[PassRecord, ...]:
         """Every pass over this model's graphs so far; `print` a record to read the graph before and after it."""

@@ -79,7 +79,7 @@ class CompiledHandle:
     def explain(self) -> Explanation:
         latest = self.graphs[-1] if self.graphs else None
         kernel_for = kernels_of(self.spec, self.device, self.dtypes, latest)
-        return explain(self.sites, self.policy, self.spec, self.device, True, kernel_for)
+        return explain(self.sites, self.policy, self.spec, self.device, True, kernel_for, self.dtypes)
 
 
 def sessions() -> tuple[CompiledHandle, ...]:

@@ -55,6 +55,16 @@ def test_a_site_that_is_not_float32_runs_by_the_reference() -> None:
     assert rows(model)["fc"].native
 
 
+def test_only_float32_weights_are_said_to_multiply_in_bfloat16() -> None:
+    model = dpq.compile(seeded(Folded).double(), 0, high="bfloat16", inner="eager").train()
+    row = rows(model)["fc"]
+    assert (row.precision, row.kernel, row.native) == ("full", "torch (full precision)", False)
+    assert row.note == "its weight is torch.float64"
+    model.float()
+    row = rows(model)["fc"]
+    assert (row.precision, row.kernel, row.native) == ("bfloat16", "torch (bfloat16)", True)
+
+
 def test_a_site_that_no_kernel_of_the_backend_runs_is_named() -> None:
     with pytest.raises(KernelError, match=r"site 'conv': no kernel runs conv2d in int4.block.*Try backend='auto'"):
         dpq.compile(seeded(Folded), 1.0, format="int4.block", backend="compiled")

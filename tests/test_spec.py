@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -12,11 +13,11 @@ import dpquant_compile as dpq
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.ops.site import axis_list, site_call, static_arguments
 from dpquant_compile.numerics.random_bits import site_keys
-from dpquant_compile.numerics.recipe import Precision, get_recipe, recipe_names
+from dpquant_compile.numerics.recipe import HIGH, Precision, get_recipe, recipe_names
 from dpquant_compile.privacy.schedule.probe import Probe
 from dpquant_compile.sites import BatchAxis
 from tests.support.models import GroupNormNet, seeded
-from tests.support.private import clipped_sums, made_private
+from tests.support.private import clipped_sums, made_private, weights_like
 from tests.support.private_loops import made
 from tests.support.probes import STEP, batch_of, cross_entropy, ordered
 
@@ -54,7 +55,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_a_variant_is_the_model_bit_for_bit(recipe: str) -> None:
     x = images()
-    for high in ("float32", "int8"):
+    for high in HIGH:
         for policy in ("none", ["conv", "head"], "all"):
             model = compiled(recipe, high=high)
             model.set_policy(policy)
@@ -87,14 +88,127 @@ def test_sites_that_are_not_low_run_in_what_high_says() -> None:
     assert not torch.equal(mixed(x), high(x)) and not torch.equal(mixed(x), compiled(budget=1.0)(x))
 
 
-def test_evaluation_is_in_full_precision_whatever_high_says() -> None:
+@pytest.mark.parametrize(("high", "other"), [("int8", Precision.HIGH), ("bfloat16", Precision.BFLOAT16)])
+def test_evaluation_is_in_full_precision_whatever_high_says(high: str, other: Precision) -> None:
     x, plain = images(), seeded(Net)
-    model = compiled(high="int8").eval()
+    model = compiled(high=high).eval()
     assert torch.equal(model(x), plain(x))
     assert model._dispatcher.table.policy.tolist() == [Precision.FULL] * 3
-    quantized = compiled(high="int8", quantize_eval=True).eval()
+    quantized = compiled(high=high, quantize_eval=True).eval()
     assert not torch.equal(quantized(x), plain(x))
-    assert set(quantized._dispatcher.table.policy.tolist()) == {Precision.LOW, Precision.HIGH}
+    assert set(quantized._dispatcher.table.policy.tolist()) == {Precision.LOW, other}
+
+
+class Half(nn.Module):
+    """`Net` with the operands of outputs and input gradients rounded by hand, for autograd to differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeded(Net)
+
+    def forward(self, x: Tensor) -> Tensor:
+        net = self.net
+        y = torch.relu(_Rounded.apply(x, net.conv.weight, net.conv.bias, True))
+        y = torch.relu(_Rounded.apply(y.flatten(2), net.places.weight, net.places.bias, False))
+        result: Tensor = _Rounded.apply(y.flatten(1), net.head.weight, net.head.bias, False)
+        return result
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, conv: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.conv, near = conv, [part.bfloat16().double() for part in (x, weight)]
+        sums = F.conv2d(*near, padding=1) if conv else F.linear(*near)
+        return sums.bfloat16().float() + (bias[:, None, None] if conv else bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        near, wide = (grad.bfloat16().double(), weight.bfloat16().double()), (grad.double(), x.double())
+        if ctx.conv:
+            dx = torch.nn.grad.conv2d_input(x.shape, near[1], near[0], padding=1)
+            dw = torch.nn.grad.conv2d_weight(wide[1], weight.shape, wide[0], padding=1)
+            db = grad.sum((0, 2, 3))
+        else:
+            dx, db = near[0] @ near[1], grad.flatten(0, -2).sum(0)
+            dw = wide[0].flatten(0, -2).t() @ wide[1].flatten(0, -2)
+        return dx.bfloat16().float(), dw.float(), db, None
+
+
+def _gradients_of(outputs: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(outputs, list(model.parameters()), weights_like([outputs], 5)[0]))
+
+
+def test_bfloat16_is_rounding_by_hand_with_privacy_and_without() -> None:
+    """Sums that lie between two numbers of bfloat16 may go either way, so norms are compared, not bits."""
+    x, hand, exact = images(8), Half(), seeded(Net)
+    model = compiled(high="bfloat16", budget=0)
+    private, _, _ = made_private(seeded(Net), 8, policy="none", high="bfloat16", inner="eager", bound=1e6)  # clips none
+    sums = list(clipped_sums(private, [x]).values())
+    wanted, plain = _gradients_of(hand(x), hand), _gradients_of(exact(x), exact)
+    assert len(sums) == len(wanted)
+    for ours, total, other, full in zip(_gradients_of(model(x), model), sums, wanted, plain, strict=True):
+        near, far = other.norm() * 2e-4, other.norm() * 1e-3
+        assert (ours - other).norm() <= near and (total - other).norm() <= near
+        assert (full - other).norm() > far or full.shape == (4,), "full precision is not as near"
+
+
+def test_low_sites_are_the_same_whatever_runs_the_others() -> None:
+    x = images(8)
+    for backend in ("reference", "auto"):
+        found = []
+        for high in ("float32", "bfloat16"):
+            model, _, _ = made_private(seeded(Net), 8, policy="all", high=high, backend=backend, inner="eager")
+            found.append(clipped_sums(model, [x]))
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_backward_keeps_what_bfloat16_sites_read() -> None:
+    """Inputs in float32 are freed where codes are read instead, and only there."""
+    x = images(8)
+    model, _, _ = made_private(seeded(Net), 8, policy="none", high="bfloat16", inner="eager")
+    none = clipped_sums(model, [x])
+    model.set_policy("all")
+    clipped_sums(model, [x])  # frees the inputs of all sites
+    model.set_policy("none")
+    again = clipped_sums(model, [x])
+    assert all(torch.equal(none[name], again[name]) for name in none)
+    model.set_policy(["places"])
+    mixed = clipped_sums(model, [x])
+    assert all(value.isfinite().all() for value in mixed.values())
+    assert any(not torch.equal(none[name], mixed[name]) for name in none)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_bfloat16_beside_native_low_sites() -> None:
+    model = compiled("int4", high="bfloat16", backend="auto")
+    model.set_policy(["conv"])
+    kernels = {row.site: (row.precision, row.kernel, row.native) for row in model.explain()}
+    assert kernels["conv"] == ("low", "cpu_int8 (native)", True)
+    assert kernels["head"] == ("bfloat16", "torch (bfloat16)", True)
+
+
+def test_a_policy_changes_the_precision_and_compiles_nothing() -> None:
+    model = compiled(high="bfloat16", inner="aot_eager", backend="reference")
+    x = images()
+    first = gradients(model, x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for policy in ("none", "all", ["head"]):
+            model.set_policy(policy)
+            changed = gradients(model, x)
+            assert any(not torch.equal(a, b) for a, b in zip(changed, first, strict=True))
+
+
+def test_blocks_that_are_compiled_ahead_multiply_in_bfloat16_too() -> None:
+    x, model = images(), compiled(high="bfloat16", inner="aot_eager")
+    model.set_policy("none")
+    wanted = gradients(model, x)
+    model.precompile(["none"], background=False)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for a, b in zip(gradients(model, x), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+    assert len(model._variants) == 1
 
 
 def test_private_sums_of_sites_that_are_high_are_those_of_int8() -> None:
@@ -125,8 +239,8 @@ def test_private_sums_of_native_kernels_are_the_references(recipe: str) -> None:
 def test_operands_look_as_the_program_was_told_at_every_precision(recipe: str, backend: str) -> None:
     """One graph serves every policy, so shapes and strides must not depend on it."""
     x = torch.randn(4, 6, 8)
-    for high in ("float32", "int8"):
-        numbers = f"{get_recipe(recipe).numbers}/none/{backend}" + ("" if high == "float32" else "/int8")
+    for high in HIGH:
+        numbers = f"{get_recipe(recipe).numbers}/none/{backend}" + ("" if high == "float32" else f"/{high}")
         call = site_call("linear", 0, 0, numbers, axis_list(BatchAxis(0), BatchAxis(0)))
         rest = {**static_arguments(call), "keys": site_keys(0, 0, ["a"]), "samples": torch.arange(4)}
         for precision in (Precision.FULL, Precision.LOW, call.recipe.other):
@@ -175,32 +289,34 @@ def test_both_sides_run_by_one_kernel() -> None:
 
 
 def test_a_checkpoint_of_another_recipe_is_refused() -> None:
-    one = made(model=seeded(Net), data=_data(), compile_options={"recipe": "int4", "high": "int8"})
-    other = made(model=seeded(Net), data=_data(), compile_options={"recipe": "int4"})
-    with pytest.raises(dpq.errors.CheckpointError, match="recipe"):
-        other.engine.load_state_dict(one.engine.state_dict())
+    plain = made(model=seeded(Net), data=_data(), compile_options={"recipe": "int4"})
+    for high in ("int8", "bfloat16"):
+        one = made(model=seeded(Net), data=_data(), compile_options={"recipe": "int4", "high": high})
+        with pytest.raises(dpq.errors.CheckpointError, match="recipe"):
+            plain.engine.load_state_dict(one.engine.state_dict())
 
 
 # Analyses
 
 
 def test_analyses_measure_against_the_other_side() -> None:
-    """The baseline of a probe is the model with no site low: in float32, or in int8."""
+    """The baseline of a probe is the model with no site low: in float32, in bfloat16, or in int8."""
     batch = ordered(batch_of(images(8), IDS))
     policies = [frozenset({"conv"}), frozenset()]
     losses = {}
-    for high in ("float32", "int8"):
+    for high in HIGH:
         run = made(model=seeded(Net), data=_data(), compile_options={"recipe": "int4", "high": high, "inner": "eager"})
         run.model(images(2))
         losses[high] = Probe(run.engine.session, cross_entropy, STEP).differences(batch, policies)
         assert not losses[high][:, 1].any() and losses[high][:, 0].any()
-    low, base = compiled(high="int8", quantize_eval=True).eval(), compiled(high="int8", quantize_eval=True).eval()
-    low.set_policy(["conv"])
-    base.set_policy("none")
     x, target = batch.args[0], batch.target
-    expected = cross_entropy(low(x), target) - cross_entropy(base(x), target)
-    torch.testing.assert_close(losses["int8"][:, 0], expected.detach(), rtol=1e-4, atol=2e-6)
-    assert not torch.allclose(losses["int8"][:, 0], losses["float32"][:, 0], rtol=1e-3)
+    for high in ("int8", "bfloat16"):
+        low, base = (compiled(high=high, quantize_eval=True).eval() for _ in range(2))
+        low.set_policy(["conv"])
+        base.set_policy("none")
+        expected = cross_entropy(low(x), target) - cross_entropy(base(x), target)
+        torch.testing.assert_close(losses[high][:, 0], expected.detach(), rtol=1e-4, atol=2e-6)
+        assert not torch.allclose(losses[high][:, 0], losses["float32"][:, 0], rtol=1e-3)
 
 
 def _data() -> torch.utils.data.TensorDataset:

@@ -1,10 +1,10 @@
 """The dpquant:: operators of private training: a site with operands that are rounded once, and what clipping needs.
 
 `policy`, `keys` and `samples` are those of `dpquant::site`. A site's input, output gradient and weight come twice: as
-they are, for full precision, and in the form in which the kernel of its recipe keeps them (`codes` and `unit`,
-`packed`), for low precision. What the policy does not ask for is left empty and never read. The weight is packed once
-per optimizer step, the other two are rounded once per micro-batch. A site number of -1 is a layer that is no site and
-stays in full precision. Where a sample's factor is NaN, that sample is left out, whatever its values are.
+they are, for full precision and bfloat16, and in the form in which the kernel of its recipe keeps them (`codes` and
+`unit`, `packed`), for low precision. What the policy does not ask for is left empty and never read. The weight is
+packed once per optimizer step, the other two are rounded once per micro-batch. A site number of -1 is a layer that is
+no site and stays in full precision. Where a sample's factor is NaN, that sample is left out, whatever its values are.
 
 Convolutions give their results channels-last, so that nothing is laid out anew between two of them.
 """
@@ -27,7 +27,7 @@ from dpquant_compile.backends.ops.site import (
     static_key,
     streams_of,
 )
-from dpquant_compile.backends.reference.clipped_site import FULL_SITE, ClippedSite
+from dpquant_compile.backends.reference.clipped_site import ClippedSite, FullSite, site_at
 from dpquant_compile.backends.reference.per_sample import squares, wide_dtype
 from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
@@ -74,7 +74,7 @@ def channels_last(op: str) -> torch.memory_format:
 
 
 def pack_weight(weight: Tensor, keys: Tensor, call: SiteCall, precision: int) -> Tensor:
-    """The weight as the products of this step take it; where they are in full precision, what stands in for it."""
+    """The weight as the products of this step take it; where they take it as it is, what stands in for it."""
     chosen, running = choose_kernel(call, weight.device).kernel.arithmetic, call.running(precision)
     if running is None:
         return chosen.empty_packed(weight.detach(), call)
@@ -111,7 +111,7 @@ def _decoded(key: tuple[Any, ...], device: torch.device) -> _Static:
 
 
 class _Call:
-    """One call of an operator, decoded: `spec` as it runs, by `low`; None in full precision."""
+    """One call of an operator, decoded: `spec` as it runs, by `low`; None where no recipe rounds, which `full` runs."""
 
     def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
         self.keys, self.samples = arguments["keys"], arguments["samples"]
@@ -120,6 +120,7 @@ class _Call:
         self.precision = int(arguments["policy"][self.spec.site].item()) if self.spec.site >= 0 else Precision.FULL
         running = self._static.running[self.precision]
         self.low: Arithmetic | None = None if running is None else self.kernel
+        self.full: FullSite = site_at(self.precision)
         self.spec = running or self.spec
 
     def streams(self, x: Tensor) -> Streams:
@@ -129,7 +130,7 @@ class _Call:
         return self._static.shapes(tuple(x), tuple(weight.shape))
 
     def operands(self, x: Tensor, rest: Mapping[str, Any]) -> tuple[Operand, Operand]:
-        """Input and output gradient: as they are in full precision, else as the kernel keeps them."""
+        """Input and output gradient: as they are where no recipe rounds them, else as the kernel keeps them."""
         if self.low is None:
             return Operand(x, x), Operand(rest["grad"], rest["grad"])
         assert all(rest[name] is not None for name in ("codes", "unit", "grad_codes", "grad_unit"))
@@ -137,7 +138,7 @@ class _Call:
 
     @property
     def clipped(self) -> "Arithmetic | ClippedSite":
-        return FULL_SITE if self.low is None else self.low
+        return self.full if self.low is None else self.low
 
 
 @define_operator("packed_weight", f"(Tensor weight, {TABLE}, {STATIC}) -> Tensor")
@@ -172,7 +173,7 @@ def private_site(
     with plain_dtypes(x):
         if this.low is None:
             laid = x.to(weight.dtype).contiguous(memory_format=this.layout)
-            y = FULL_SITE.forward(laid, weight, bias, shapes, this.spec)
+            y = this.full.forward(laid, weight, bias, shapes, this.spec)
         else:
             y = this.low.product(Operand(codes, unit), packed, bias, shapes, this.spec, this.streams(x))
     return y.to(weight.dtype).contiguous(memory_format=this.layout)
@@ -198,7 +199,7 @@ def private_grad_input(
             # Of the input only shape and layout are asked for.
             like = torch.empty(shapes.x, dtype=weight.dtype, device=grad.device, memory_format=this.layout)
             laid = grad.contiguous(memory_format=this.layout)
-            dx = FULL_SITE.grad_input(laid, like, weight, shapes, this.spec)
+            dx = this.full.grad_input(laid, like, weight, shapes, this.spec)
         else:
             streams = streams_of(this.keys, this.samples, grad, this.spec.output_axis)
             dx = this.low.product_grad_input(Operand(grad_codes, grad_unit), packed, shapes, this.spec, streams)

@@ -1,7 +1,7 @@
 """ReLU's backward by bits: for an output that only sites read, who keep codes of it in low precision.
 
-`x` is the output. Where all of `sites` are low, backward is given one bit for each of its elements and `x` itself is
-never read; else `bits` is empty and `x` is what backward looks at.
+`x` is the output. Where all of `sites` run by a recipe, backward is given one bit for each of its elements and `x`
+itself is never read; else `bits` is empty and `x` is what backward looks at.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from dpquant_compile.backends.cpu_int8 import build
 from dpquant_compile.backends.ops.private_site import define_fake, define_operator
 from dpquant_compile.errors import KernelError
+from dpquant_compile.numerics.recipe import Precision
 
 __all__ = ["can_pack"]
 
@@ -25,7 +26,7 @@ def can_pack(x: Tensor) -> bool:
 def positive_bits(x: Tensor, policy: Tensor, sites: Sequence[int]) -> Tensor:
     """A bit for each element of `x`, in the order of its memory: 0 where it is zero or less, 1 elsewhere, NaN too."""
     bits = _empty_bits(x)
-    if _low(policy, sites):
+    if _rounded(policy, sites):
         build.load()("positive_bits", _in_memory(x), x.numel(), bits)
     return bits
 
@@ -36,7 +37,7 @@ def relu_grad(x: Tensor, bits: Tensor, grad: Tensor, policy: Tensor, sites: Sequ
     if grad.shape != x.shape or grad.dtype != x.dtype:  # the kernel would read other samples' memory
         raise KernelError(f"a gradient {grad.dtype} {list(grad.shape)} of a ReLU's {x.dtype} {list(x.shape)}")
     out = torch.empty_like(x)
-    if not _low(policy, sites):
+    if not _rounded(policy, sites):
         torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=out)
         return out
     laid = grad if grad.stride() == x.stride() else out.copy_(grad)
@@ -65,5 +66,5 @@ def _in_memory(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def _low(policy: Tensor, sites: Sequence[int]) -> bool:
-    return all(policy[site].item() for site in sites)
+def _rounded(policy: Tensor, sites: Sequence[int]) -> bool:
+    return all(Precision(int(policy[site].item())).by_recipe for site in sites)

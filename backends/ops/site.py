@@ -4,20 +4,20 @@
 it: changing the table changes what runs next and compiles nothing. Forward and backward get the same table and the same
 keys as inputs, so a policy that is set between the two does not tear a step apart.
 
-A site computes in the dtype of its weight. Under autocast that is still so: other operators around it may hand it
-activations of less precision, and it takes them.
+A site computes in the dtype of its weight, and in bfloat16 where the policy says so. Under autocast that is still so:
+other operators around it may hand it activations of less precision, and it takes them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpquant_compile.backends.reference.products import full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.reference.products import Products, products_at
 from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
 from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
 from dpquant_compile.errors import KernelError
@@ -130,10 +130,20 @@ def layout_of(op: str, x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _running(policy: Tensor, call: SiteCall, device: torch.device) -> tuple[SiteCall, Arithmetic | None]:
-    """This call as it runs under `policy`, and what runs it; None for full precision."""
-    running = call.running(int(policy[call.site].item()))
-    return (call, None) if running is None else (running, choose_kernel(call, device).kernel.arithmetic)
+class _Running(NamedTuple):
+    """A call as it runs: by `low`, or where no recipe rounds its operands by `products`."""
+
+    call: SiteCall
+    low: Arithmetic | None
+    products: Products
+
+
+def _running(policy: Tensor, call: SiteCall, device: torch.device) -> _Running:
+    precision = int(policy[call.site].item())
+    running, products = call.running(precision), products_at(precision)
+    if running is None:
+        return _Running(call, None, products)
+    return _Running(running, choose_kernel(call, device).kernel.arithmetic, products)
 
 
 def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:
@@ -142,9 +152,8 @@ def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Str
     return Streams(keys, samples if samples.shape[0] == count else samples[:count])
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams, low: Arithmetic | None
-) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, this: _Running, streams: Streams) -> Tensor:
+    call = this.call
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(weight.dtype)
     if x.dtype != weight.dtype:
@@ -152,41 +161,33 @@ def _forward(
             f"a {call.op} site got an input of {x.dtype}, but its weight is {weight.dtype}: convert one of them"
         )
     with plain_dtypes(x):
-        if low is None:
-            y = full_forward(call.op, call.geometry, x, weight, bias)
+        if this.low is None:
+            y = this.products.forward(call.op, call.geometry, x, weight, bias)
         else:
-            y = low.forward(x, weight, bias, call, streams)
+            y = this.low.forward(x, weight, bias, call, streams)
     return y.contiguous(memory_format=layout_of(call.op, x))
 
 
-def _grad_input(
-    grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams, low: Arithmetic | None
-) -> Tensor:
-    like = x.to(weight.dtype)
+def _grad_input(grad: Tensor, x: Tensor, weight: Tensor, this: _Running, streams: Streams) -> Tensor:
+    call, like = this.call, x.to(weight.dtype)
     with plain_dtypes(x):
-        if low is None:
-            dx = full_grad_input(call.geometry, grad, like, weight)
+        if this.low is None:
+            dx = this.products.grad_input(call.geometry, grad, like, weight)
         else:
-            dx = low.grad_input(grad, like, weight, call, streams)
+            dx = this.low.grad_input(grad, like, weight, call, streams)
     return dx.to(x.dtype).contiguous(memory_format=layout_of(call.op, x))
 
 
 def _grad_params(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mask: tuple[bool, bool],
-    call: SiteCall,
-    streams: Streams,
-    low: Arithmetic | None,
+    grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool], this: _Running, streams: Streams
 ) -> tuple[Tensor, Tensor]:
-    x = x.to(weight.dtype)
+    call, x = this.call, x.to(weight.dtype)
     empty = weight.new_empty(0)
     with plain_dtypes(x):
-        if low is None:
-            dw, db = full_grad_params(call.geometry, grad, x, weight, mask)
+        if this.low is None:
+            dw, db = this.products.grad_params(call.geometry, grad, x, weight, mask)
             return dw.contiguous(), db
-        dw = low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
+        dw = this.low.grad_weight(grad, x, weight, call, streams) if mask[0] else empty
     return dw.contiguous(), bias_grad(grad, call) if mask[1] else empty
 
 
@@ -235,8 +236,8 @@ def site_forward(
     geometry   stride, padding, dilation and groups of a conv in a row; empty for a linear
     axes       the batch axes of x and of the output, see `axis_list`
     """
-    call, low = _running(policy, call_of(rest), x.device)
-    return _forward(x, weight, bias, call, streams_of(keys, samples, x, call.axis), low)
+    this = _running(policy, call_of(rest), x.device)
+    return _forward(x, weight, bias, this, streams_of(keys, samples, x, this.call.axis))
 
 
 @site_operator("site_grad_input", f"(Tensor grad, Tensor x, Tensor weight, {TABLE}, {STATIC}) -> Tensor")
@@ -244,8 +245,8 @@ def site_grad_input(
     grad: Tensor, x: Tensor, weight: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, rest: Mapping[str, Any]
 ) -> Tensor:
     """The gradient of a site's input."""
-    call, low = _running(policy, call_of(rest), x.device)
-    return _grad_input(grad, x, weight, call, streams_of(keys, samples, x, call.axis), low)
+    this = _running(policy, call_of(rest), x.device)
+    return _grad_input(grad, x, weight, this, streams_of(keys, samples, x, this.call.axis))
 
 
 @site_operator(
@@ -264,9 +265,8 @@ def site_grad_params(
     rest: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """The gradients of a site's weight and bias, each an empty tensor where it is not needed."""
-    call, low = _running(policy, call_of(rest), x.device)
-    streams, mask = streams_of(keys, samples, x, call.axis), (need_weight, need_bias)
-    return _grad_params(grad, x, weight, mask, call, streams, low)
+    this, mask = _running(policy, call_of(rest), x.device), (need_weight, need_bias)
+    return _grad_params(grad, x, weight, mask, this, streams_of(keys, samples, x, this.call.axis))
 
 
 @site_fake(site_forward)

@@ -1,6 +1,7 @@
 """Sites for graphs that are specialised to one policy: the quantized branch alone, written out so that it fuses.
 
-The bits are those of `dpquant::site` with the switch on.
+The bits are those of `dpquant::site` with the switch on. A site with products in bfloat16 is that operator, with a
+switch that stands still: it rounds nothing that could fuse.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +22,15 @@ from dpquant_compile.backends.ops.site import (
     static_arguments,
     streams_of,
 )
-from dpquant_compile.backends.reference.emulated import REFERENCE_SITE, EmulatedSite, Products
-from dpquant_compile.backends.reference.products import full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.reference.emulated import REFERENCE_SITE, EmulatedSite
+from dpquant_compile.backends.reference.products import Products, full_forward, full_grad_input, full_grad_params
 from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
 from dpquant_compile.backends.site_args import Signature, by_name
 from dpquant_compile.numerics.quantize import quantize_values
-from dpquant_compile.numerics.recipe import Recipe
+from dpquant_compile.numerics.recipe import Precision, Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
-__all__ = ["low_precision_site", "sealed_conv"]
+__all__ = ["bfloat16_site", "low_precision_site", "sealed_conv"]
 
 
 @torch.library.custom_op("dpquant::round_weight", mutates_args=())
@@ -62,12 +63,17 @@ def _fake_sample_grad_sum(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
+def _standing(precision: Precision) -> tuple[Tensor, Tensor, Tensor]:
+    """A link table of one site, at this precision; it has no random bits."""
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return torch.full((1,), precision, dtype=torch.uint8), nothing[None], nothing
+
+
 def _full_precision(geometry: ConvGeometry) -> dict[str, Any]:
     """Table and call of `dpquant::site` for a conv in full precision."""
-    nothing = torch.zeros(1, dtype=torch.int64)
     op, recipe = f"conv{len(geometry.stride)}d", Recipe(backend="reference")
     call = SiteCall(op, recipe, BatchAxis(0), BatchAxis(0), geometry, 0, 0)
-    return site_arguments((torch.zeros(1, dtype=torch.bool), nothing[None], nothing), call)
+    return site_arguments(_standing(Precision.FULL), call)
 
 
 def _sealed_forward(op: str, geometry: ConvGeometry | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -176,4 +182,13 @@ def low_precision_site(
     x = x.to(weight.dtype) if torch.is_autocast_enabled(x.device.type) else x
     result = apply(x, weight, bias, keys, samples, call_of(rest))
     assert isinstance(result, Tensor)
+    return result
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@by_name(Signature.parse("bfloat16_site", f"(Tensor x, Tensor weight, Tensor? bias, {STATIC}) -> Tensor"))
+def bfloat16_site(x: Tensor, weight: Tensor, bias: Tensor | None, rest: Mapping[str, Any]) -> Tensor:
+    """`dpquant::site` with products in bfloat16; it draws no bits, so its site is always 0."""
+    table = site_arguments(_standing(Precision.BFLOAT16), call_of(rest))
+    result: Tensor = torch.ops.dpquant.site(x=x, weight=weight, bias=bias, **table)
     return result

@@ -1,4 +1,4 @@
-"""What clipping needs of a site whose operands are plain numbers: in full precision, or rounded and held as floats."""
+"""What clipping needs of a site whose operands are plain numbers: as they are, or rounded and held as floats."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from dpquant_compile.backends.reference import per_sample
 from dpquant_compile.backends.reference.per_sample import wide_dtype
-from dpquant_compile.backends.reference.products import full_forward, full_grad_input
+from dpquant_compile.backends.reference.products import FULL, Products, products_at
 from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams
 from dpquant_compile.numerics.quantize import to_samples
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["FULL_SITE", "ClippedSite", "Taps"]
+__all__ = ["FULL_SITE", "ClippedSite", "FullSite", "Taps", "site_at"]
 
 
 @dataclass(frozen=True)
@@ -157,16 +158,23 @@ class ClippedSite(ABC):
             use(self.sample_grad(found, call, Streams(streams.keys, streams.samples[part])), part)
 
 
+@dataclass(frozen=True)
 class FullSite(ClippedSite):
-    """A layer in full precision: its operands are what they are."""
+    """A layer whose operands are what they are. `products` compute output and input gradient.
+
+    Guarantee: norms, weighted sums and per-sample gradients are those of the unrounded operands in full precision,
+    whatever `products` are. So a sample's norm is that of what the weighted sum takes of it.
+    """
+
+    products: Products = FULL
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shapes: Shapes, call: SiteCall) -> Tensor:
         taps = self.taps(shapes, call)
-        return full_forward(call.op, taps.call.geometry, x, taps.weight(weight), bias)
+        return self.products.forward(call.op, taps.call.geometry, x, taps.weight(weight), bias)
 
     def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, shapes: Shapes, call: SiteCall) -> Tensor:
         taps = self.taps(shapes, call)
-        return full_grad_input(taps.call.geometry, grad, x, taps.weight(weight))
+        return self.products.grad_input(taps.call.geometry, grad, x, taps.weight(weight))
 
     def sample_grad(self, grads: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         return grads
@@ -176,3 +184,11 @@ class FullSite(ClippedSite):
 
 
 FULL_SITE = FullSite()
+
+
+_BFLOAT16_SITE = FullSite(products_at(Precision.BFLOAT16))
+
+
+def site_at(precision: int) -> FullSite:
+    """What runs a site that runs by no recipe."""
+    return _BFLOAT16_SITE if precision == Precision.BFLOAT16 else FULL_SITE

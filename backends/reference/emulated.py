@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends.reference.clipped_site import ClippedSite
-from dpquant_compile.backends.reference.products import full_forward, full_grad_input, full_grad_params
+from dpquant_compile.backends.reference.products import FULL, Products, add_bias, full_grad_params
 from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
 from dpquant_compile.numerics.hadamard import transform_places
 from dpquant_compile.numerics.operand_spec import OperandSpec
@@ -26,18 +26,9 @@ from dpquant_compile.numerics.quantize import from_samples, quantize_values, to_
 from dpquant_compile.numerics.random_bits import ROLES, fold
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["REFERENCE_SITE", "EmulatedSite", "Products", "Quantizer", "key_of"]
+__all__ = ["REFERENCE_SITE", "EmulatedSite", "Quantizer", "key_of"]
 
 Quantizer = Callable[[Tensor, OperandSpec, Tensor, Tensor, BatchAxis | None, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Products:
-    """The three products of full-precision operands; see the functions of these names."""
-
-    forward: Callable[..., Tensor] = full_forward
-    grad_input: Callable[..., Tensor] = full_grad_input
-    grad_params: Callable[..., tuple[Tensor, Tensor]] = full_grad_params
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ class EmulatedSite(ClippedSite):
     """The products of rounded operands, in full-precision arithmetic; `quantizer` does the rounding."""
 
     quantizer: Quantizer
-    products: Products = Products()
+    products: Products = FULL
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
         x, weight = self.input(x, call, streams), self.weight(weight, call, streams)
@@ -66,7 +57,7 @@ class EmulatedSite(ClippedSite):
     ) -> Tensor:
         y = self.products.forward(call.op, call.geometry, x, weight, None)
         if bias is not None:
-            y = y + (bias if call.geometry is None else bias.view(-1, *(1 for _ in call.geometry.stride)))
+            y = add_bias(y, bias, call.geometry)
         return y if call.recipe.outputs == "none" else self._activation(y, "output", call, streams, call.output_axis)
 
     def rounded_grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:

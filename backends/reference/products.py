@@ -1,14 +1,17 @@
-"""A conv or a linear in full precision: the three products, as torch's own operators compute them."""
+"""A conv or a linear whose operands are as they are: the three products, as torch's own operators compute them."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.sites import ConvGeometry
 
-__all__ = ["full_forward", "full_grad_input", "full_grad_params"]
+__all__ = ["FULL", "Products", "add_bias", "full_forward", "full_grad_input", "full_grad_params", "products_at"]
 
 _CONVS = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}
 
@@ -41,6 +44,56 @@ def full_grad_params(
         return weight_grad, rows.sum(0) if x.is_contiguous() else grad.sum(leading) if leading else grad
     _, weight_grad, bias_grad = _conv_backward(geometry, grad, x, weight, [False, *mask])
     return weight_grad if mask[0] else weight.new_empty(0), bias_grad if mask[1] else weight.new_empty(0)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The three products of a site; see the functions of these names."""
+
+    forward: Callable[..., Tensor] = full_forward
+    grad_input: Callable[..., Tensor] = full_grad_input
+    grad_params: Callable[..., tuple[Tensor, Tensor]] = full_grad_params
+
+
+def bfloat16_forward(op: str, geometry: ConvGeometry | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The site of input and weight rounded to bfloat16; weights of another dtype than float32 are left as they are.
+
+    The library adds products up in float32 and rounds the sums to bfloat16, as under autocast. The bias is added to
+    them in float32, which the result is in.
+    """
+    if weight.dtype != torch.float32:
+        return full_forward(op, geometry, x, weight, bias)
+    y = full_forward(op, geometry, _rounded(x), _rounded(weight), None)
+    return y.to(weight.dtype) if bias is None else add_bias(y, bias, geometry)  # which is float32 by promotion
+
+
+def bfloat16_grad_input(geometry: ConvGeometry | None, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the site's input, of output gradient and weight rounded to bfloat16; see `bfloat16_forward`."""
+    if weight.dtype != torch.float32:
+        return full_grad_input(geometry, grad, x, weight)
+    like = torch.empty_like(x, dtype=torch.bfloat16)  # only shape and layout are asked for
+    return full_grad_input(geometry, _rounded(grad), like, _rounded(weight)).to(weight.dtype)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    # Element by element, to nearest even: no sample meets another.
+    return x.to(torch.bfloat16)
+
+
+FULL = Products()
+# Weight gradients stay in full precision: what clipping bounds is what is summed, and steps with and without privacy
+# train alike.
+_BFLOAT16 = Products(bfloat16_forward, bfloat16_grad_input)
+
+
+def products_at(precision: int) -> Products:
+    """The products of a site that runs by no recipe."""
+    return _BFLOAT16 if precision == Precision.BFLOAT16 else FULL
+
+
+def add_bias(y: Tensor, bias: Tensor, geometry: ConvGeometry | None) -> Tensor:
+    """A site's output with its bias."""
+    return y + (bias if geometry is None else bias.view(-1, *(1 for _ in geometry.stride)))
 
 
 def _rows(x: Tensor) -> Tensor:

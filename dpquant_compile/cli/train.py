@@ -46,7 +46,7 @@ OPTIONS = (
         "low precision",
     ),
     Option("format", str, "one number format for all operands, such as luq_fp4, in place of a recipe", "low precision"),
-    Option("high", str, "what sites run in that are not low: float32 (default) or int8", "low precision"),
+    Option("high", str, "what sites run in that are not low: float32 (default), bfloat16 or int8", "low precision"),
     Option("budget", float, "share of the sites in low precision; 0 is full precision; default: 0.75", "low precision"),
     Option("quantize_outputs", str, "none (default), flow or all", "low precision"),
     Option("privacy", str, "dp (default); as controls that are not private, clip (no noise) or none", "privacy"),

@@ -33,7 +33,7 @@ class RunConfig:
     seed         of the weights at the start and of the schedule's draws, which are public
     recipe       how operands are rounded in low precision, by name or as `Recipe.parse` reads it
     format       one number format for all operands, in place of a recipe
-    high         what sites run in that are not low: "float32" or "int8"
+    high         what sites run in that are not low: "float32", "bfloat16" or "int8"
     budget       share of the sites in low precision; 0 is none of them (all as `high` says), 1 all in every epoch
     privacy      "dp"; "clip": per-sample clipping without noise; "none": neither. The last two are controls
     target_epsilon    of training and analyses together; None uses the noise multiplier

@@ -12,7 +12,7 @@ __all__ = ["DEFAULT_RECIPE", "HIGH", "Outputs", "Precision", "Recipe", "get_reci
 
 Outputs = Literal["none", "flow", "all"]
 
-HIGH = ("float32", "int8")  # what sites that are not low may run in
+HIGH = ("float32", "bfloat16", "int8")  # what sites that are not low may run in
 
 
 class Precision(IntEnum):
@@ -20,7 +20,13 @@ class Precision(IntEnum):
 
     FULL = 0  # as the model is
     LOW = 1  # by the recipe
-    HIGH = 2  # by the recipe's `high`, where that is not full precision
+    HIGH = 2  # by the recipe's `high`, where that is a recipe
+    BFLOAT16 = 3  # as the model is, but with output and input gradient from operands rounded to bfloat16
+
+    @property
+    def by_recipe(self) -> bool:
+        """Whether a recipe rounds the operands, and clipping takes them so; else it takes them as they are."""
+        return self in (Precision.LOW, Precision.HIGH)
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,9 @@ class Recipe:
     hadamard   whether the operands of a linear's weight gradient are rounded after a Hadamard transform along the
                places of a sample, which spreads outliers; see `numerics/hadamard.py`
     backend    "auto", or the name of one family of kernels
-    high       what a site runs in while the policy does not have it in low precision: "float32", as the model is, or
-               the recipe "int8"
+    high       what a site runs in while the policy does not have it in low precision: "float32", as the model is;
+               "bfloat16", where output and input gradient come of operands rounded to it, and all else is as with
+               "float32"; or the recipe "int8"
 
     `str(recipe)` ("int4.nearest.channel,int4.nearest.block,int4.channel/none/auto"; a single word where all operands
     are alike) stands in the graph, and `Recipe.parse` reads it back.
@@ -88,11 +95,11 @@ class Recipe:
     @property
     def other(self) -> Precision:
         """The precision of sites that the policy does not have in low precision."""
-        return Precision.FULL if self.high == "float32" else Precision.HIGH
+        return {"float32": Precision.FULL, "bfloat16": Precision.BFLOAT16}.get(self.high, Precision.HIGH)
 
     def running(self, precision: int) -> "Recipe | None":
-        """The recipe that a site runs by at this precision; None for full precision."""
-        return None if precision == Precision.FULL else self if precision == Precision.LOW else _high(self)
+        """The recipe that a site runs by at this precision; None where it rounds nothing by a recipe."""
+        return self if precision == Precision.LOW else _high(self) if precision == Precision.HIGH else None
 
     @property
     def name(self) -> str:
@@ -154,7 +161,7 @@ def _parse(text: str) -> Recipe:
 
 @lru_cache(maxsize=256)
 def _high(recipe: Recipe) -> Recipe | None:
-    if recipe.high == "float32":
+    if recipe.other != Precision.HIGH:
         return None
     # With the transform if low sites have it: one program serves both, and keeps their operands in one form.
     return replace(get_recipe(recipe.high), backend=recipe.backend, hadamard=recipe.hadamard)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from dpquant_compile.backends.site_args import site_args
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.passes.private.cut_joint import backward_of
 from dpquant_compile.passes.runner import NOTE, PassResult
 
@@ -44,9 +45,9 @@ class SavedInputs:
 
     def free(self, saved: list[Any], policy: Tensor) -> None:
         """Replace tensors that are unread under this policy by placeholders of the same shape without data."""
-        low = policy.tolist() if self.places else []
+        rounded = [Precision(entry).by_recipe for entry in policy.tolist()] if self.places else []
         for place, sites in self.places:
-            if all(low[site] for site in sites):
+            if all(rounded[site] for site in sites):
                 saved[place] = _stand_in(saved[place])
 
 
@@ -75,8 +76,8 @@ def users_of(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def sites_reading(user: fx.Node, node: fx.Node) -> tuple[int, ...]:
-    """The rows of the sites for which `user` reads `node` only while one of them is in full precision; empty if it
-    always reads it. The row -1 is a layer that is always in full precision."""
+    """The rows of the sites for which `user` reads `node` only while one of them runs by no recipe; empty if it always
+    reads it. The row -1 is a layer that is always in full precision."""
     masks = user.target is torch.ops.dpquant.relu_grad.default
     if user.target not in _READERS and not masks:
         return ()

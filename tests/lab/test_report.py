@@ -380,7 +380,12 @@ def test_one_run_without_privacy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("high", "others", "beside"), [("float32", "full precision", ""), ("int8", "int8", " and the others in int8")]
+    ("high", "others", "beside"),
+    [
+        ("float32", "full precision", ""),
+        ("bfloat16", "bfloat16", " and the others in bfloat16"),
+        ("int8", "int8", " and the others in int8"),
+    ],
 )
 def test_a_run_says_its_operands_and_what_the_other_sites_ran_in(high: str, others: str, beside: str) -> None:
     text = run_section(make_run(0.75, recipe="luq", high=high, format=None))

@@ -10,7 +10,7 @@ import dpquant_compile as dpq
 from dpquant_compile.errors import CompileSpecError, FormatError, RegistryError
 from dpquant_compile.numerics import recipe as recipes
 from dpquant_compile.numerics.operand_spec import OperandSpec
-from dpquant_compile.numerics.recipe import Precision, Recipe, get_recipe, recipe_names, register_recipe
+from dpquant_compile.numerics.recipe import HIGH, Precision, Recipe, get_recipe, recipe_names, register_recipe
 from dpquant_compile.spec import CompileSpec
 
 
@@ -72,7 +72,7 @@ def test_an_operand_is_checked_however_it_is_made() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-@pytest.mark.parametrize("high", ["float32", "int8"])
+@pytest.mark.parametrize("high", HIGH)
 def test_a_recipe_is_read_back_from_its_print(name: str, high: str) -> None:
     recipe = replace(get_recipe(name), high=high)
     assert Recipe.parse(str(recipe)) == recipe and recipe.name == name
@@ -181,6 +181,10 @@ def test_precision_says_which_recipe_runs() -> None:
     high = replace(both, backend="reference").running(Precision.HIGH)
     assert high is not None and str(high) == "int8.nearest/none/reference"
     assert both.running(Precision.FULL) is None, "eval() is in full precision whatever `high` says"
+    half = Recipe(high="bfloat16")
+    assert half.other == Precision.BFLOAT16 and half.running(half.other) is None and half.others == "bfloat16"
+    assert half.running(Precision.LOW) is half and half.name == "int4"
+    assert [precision.by_recipe for precision in Precision] == [False, True, True, False]
 
 
 # What users type
@@ -203,7 +207,7 @@ def test_words_of_compile_become_a_recipe() -> None:
         ({"recipe": "int8", "format": "luq_fp4"}, "recipe='int8' rounds by int8.nearest; format='luq_fp4' contradicts"),
         ({"recipe": Recipe(backend="compiled"), "backend": "reference"}, "sets backend='compiled'"),
         ({"recipe": Recipe(high="int8"), "high": "float32"}, "sets high='int8'"),
-        ({"high": "bfloat16"}, "high='bfloat16' is none of 'float32', 'int8'"),
+        ({"high": "float16"}, "high='float16' is none of 'float32', 'bfloat16', 'int8'"),
         ({"recipe": "best"}, "recipe='best' is none of"),
     ],
 )

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("dp_step", ["--no-memory"], ("eager", "hooks", "ghost", "functorch", "ours")),
+        ("dp_step", ["--no-memory"], ("eager bfloat16", "hooks", "ghost", "functorch", "ours bfloat16")),
         pytest.param(
             "dp_step",
             ["--no-memory", "--config", "small_gpt2,8,4", "--kinds", "eager,ghost,ours,ours int4"],
@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
         (
             "fp4_step",
             [],
-            ("private fp32", "private int4 90 %", "private int8 90 %", "private luq_fp4 90 %", "torch.compile"),
+            (
+                *("private fp32", "private int4 90 %", "private int8 90 %", "private luq_fp4 90 %"),
+                *("private bfloat16", "eager bfloat16", "torch.compile bfloat16"),
+            ),
         ),
         ("private_variants", [], ("2 of 3 sites low", "link table", "direct", "written", "fused", "equal")),
         pytest.param("fp4_step", ["--scaling", "--out", "out"], ("batch    4",), marks=pytest.mark.heavy),

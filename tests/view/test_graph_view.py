@@ -210,20 +210,20 @@ def test_svg_is_well_formed_and_names_every_site() -> None:
     assert len([p for p in root.iter(f"{SVG}path") if p.get("data-from")]) == len(view.edges)
 
 
-@pytest.mark.parametrize("high", ["float32", "int8"])
+@pytest.mark.parametrize("high", ["float32", "bfloat16", "int8"])
 def test_every_export_says_the_recipe_and_what_the_other_sites_run_in(high: str, tmp_path: Path) -> None:
     recipe = replace(get_recipe("luq"), high=high)
     view, operands = small_view("fc", recipe=recipe), "input int4.nearest; weight int4.nearest; output gradient luq_fp4"
     graph = view.to_networkx()
     assert (graph.graph["recipe"], graph.graph["operands"]) == ("luq", operands)
     found = {data["precision"] for data in graph.nodes.values() if data["site"] is not None}
-    assert found == {"low", "full" if high == "float32" else "int8"}
+    assert found == {"low", "full" if high == "float32" else high}
     drawing, page = " ".join(ET.fromstring(view.to_svg()).itertext()), view.save_html(tmp_path / "a.html").read_text()
     assert "1 of 6 sites in luq" in drawing and operands in drawing and "INT4/FP4" in drawing
     assert f"luq: {operands}" in page
-    assert ("the others in int8" in drawing) == ("full precision" not in drawing) == (high == "int8")
+    assert (f"the others in {high}" in drawing) == ("full precision" not in drawing) == (high != "float32")
     legend = page[page.index('<div id="legend"') : page.index('<section id="private"')]
-    assert ("<span>int8</span>" in legend) == ("full precision" not in legend) == (high == "int8")
+    assert (f"<span>{high}</span>" in legend) == ("full precision" not in legend) == (high != "float32")
 
 
 def test_a_badge_is_as_wide_as_its_text() -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.ops.site import output_shape, plain_dtypes
-from dpquant_compile.backends.reference.clipped_site import FULL_SITE
+from dpquant_compile.backends.reference.clipped_site import site_at
 from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, fold
@@ -202,9 +202,7 @@ class _Run(fx.Interpreter):
         x, weight, bias, stride, padding, dilation, groups = args
         op, geometry = f"conv{CONVS.index(target) + 1}d", ConvGeometry(stride, padding, dilation, groups)
         call = SiteCall(op, Recipe.parse(self._recipe), BatchAxis(0), BatchAxis(0), geometry, -1, 0)
-        sizes = tuple(x.shape), tuple(weight.shape)
-        shapes = Shapes(*sizes, output_shape(*sizes, call.geometry), x.shape[0])
-        return FULL_SITE.forward(x, weight, bias, shapes, call)
+        return _unrounded(call, Precision.FULL, x, weight, bias)
 
     def start(self, inputs: Sequence[Any]) -> None:
         """No site in low precision."""
@@ -249,11 +247,12 @@ class _Run(fx.Interpreter):
         row = self._rows[node.meta["site"].name]
         call = call_at(node, row, self._recipe)
         spec = call.running(precision)
-        assert spec is not None
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
         kernel = choose_kernel(call, x.device).kernel.arithmetic
         with plain_dtypes(x):
             x = x.to(weight.dtype)
+            if spec is None:
+                return _unrounded(call, precision, x, weight, bias)
             if spec.recipe.weight.rounding == "nearest":
                 return kernel.forward(x, weight, bias, spec, Streams(self._keys, self._ids))
             return self._by_group(spec, partial(self._product, kernel, spec, weight, bias), x)
@@ -276,6 +275,13 @@ class _Run(fx.Interpreter):
         keys[spec.site, role] = fold(keys[spec.site, role], group)  # another rounding of the weight for each group
         y: Tensor = low.forward(x, weight, bias, spec, Streams(keys, ids))
         return y
+
+
+def _unrounded(call: SiteCall, precision: Precision, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of a site that runs by no recipe."""
+    sizes = tuple(x.shape), tuple(weight.shape)
+    shapes = Shapes(*sizes, output_shape(*sizes, call.geometry), x.shape[0])
+    return site_at(precision).forward(x, weight, bias, shapes, call)
 
 
 def _by_pixel(value: Any) -> Any:

@@ -39,12 +39,12 @@ def _body(
 
 @pytest.fixture
 def joint_inputs() -> Callable[..., list[Tensor]]:
-    """Inputs of such a graph, with the site in low precision or not."""
+    """Inputs of such a graph, with the site at a `Precision`; True is low, False is full."""
 
-    def make(low: bool = True) -> list[Tensor]:
+    def make(precision: int = True) -> list[Tensor]:
         g = torch.Generator().manual_seed(0)
         a, b, weight = (torch.randn(size, generator=g) for size in (SIZE, SIZE, (2, SIZE[1])))
-        table = (torch.tensor([low]), torch.randint(2**40, (1, 8), generator=g), torch.arange(SIZE[0]))
+        table = (torch.tensor([precision]), torch.randint(2**40, (1, 8), generator=g), torch.arange(SIZE[0]))
         return [a, b, weight, *table, torch.tensor([0.5]), torch.randn(SIZE[0], 2, generator=g)]
 
     return make

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
 
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.passes.private.cut_joint import backward_of, cut_joint, forward_of
 from dpquant_compile.passes.private.free_saved_inputs import SavedInputs, free_saved_inputs
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_relu_masks
@@ -42,10 +43,12 @@ def test_a_backward_that_reads_all_stays(joint: Joint) -> None:
 
 
 def test_results_are_the_same_bits_without_what_was_freed(joint: Joint, joint_inputs: Inputs) -> None:
-    for low in (False, True):
+    for precision in (Precision.FULL, Precision.LOW, Precision.BFLOAT16):
         gm = free_saved_inputs(cut(joint())).graph_module
-        inputs = joint_inputs(low)
+        inputs = joint_inputs(precision)
         expected = gm(*inputs)[1:]
         saved = list(forward_of(gm)(*inputs[:-1]))[1:]
+        held = list(saved)
         SavedInputs.of(gm).free(saved, inputs[3])
+        assert any(a is not b for a, b in zip(held, saved, strict=True)) == (precision == Precision.LOW)
         assert all(map(torch.equal, backward_of(gm)(*saved, inputs[-1]), expected))

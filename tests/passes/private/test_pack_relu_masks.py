@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.errors import GraphInvariantError
+from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.passes.private.check_joint import check_forward, check_outputs, signature_of
 from dpquant_compile.passes.private.joint_facts import facts_of
 from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
@@ -52,11 +53,12 @@ def test_a_graph_without_such_a_relu_stays(joint: Joint) -> None:
 
 def test_results_are_the_same_bits(joint: Joint, joint_inputs: Inputs) -> None:
     gm = joint(held=False)
-    expected = [gm(*joint_inputs(low)) for low in (False, True)]
+    precisions = (Precision.FULL, Precision.LOW, Precision.BFLOAT16)
+    expected = [gm(*joint_inputs(precision)) for precision in precisions]
     changed = pack_relu_masks(gm).graph_module
     changed.recompile()
-    for low, results in zip((False, True), expected, strict=True):
-        found = changed(*joint_inputs(low))
+    for precision, results in zip(precisions, expected, strict=True):
+        found = changed(*joint_inputs(precision))
         assert all(map(torch.equal, [found[0], *found[2:]], results))
 
 

@@ -118,6 +118,28 @@ def test_every_recipe_and_both_sides_of_the_switch(recipe: str, backend: str) ->
     check_replay(replay, FEW)
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("recipe", ["int4", "luq", "nvfp4"])
+def test_bfloat16_beside_low_sites(recipe: str, backend: str) -> None:
+    replay = make_replay("mixed", recipe=recipe, backend=backend, high="bfloat16", inner="eager")
+    check_policies(replay, FEW)
+    for low in ("conv", "places", "fc"):
+        replay.model.set_policy([low])
+        check_replay(replay, FEW)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixed", "residual", "tied text", "folds", "attention", "class token", "matrix", "conv grouped"]
+)
+def test_bfloat16_wherever_samples_lie(name: str) -> None:
+    replay = make_replay(name, high="bfloat16", inner="eager", policy="none")
+    check_replay(replay, FEW if name != "mixed" else tuple(OUTLIERS))
+
+
+def test_bfloat16_in_the_compiled_program() -> None:
+    check_replay(make_replay("mixed", high="bfloat16", inner="aot_eager", policy="none"), FEW)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_rounding_and_granularity(spec: str) -> None:
     replay = make_replay("mixed", format=spec, backend="auto", inner="eager", policy="all")

@@ -64,10 +64,11 @@ def build() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["int4", "int8", "luq"])
+@pytest.mark.parametrize("recipe", ["int4", "int8", "luq", "bfloat16"])
 def test_one_more_sample_leaves_the_others_gradients_as_they_are(recipe: str) -> None:
     torch.manual_seed(0)
-    model = dpq.compile(build(), budget=0.5, recipe=recipe, inner="eager").train()
+    numerics: dict[str, Any] = {"high": recipe} if recipe == "bfloat16" else {"recipe": recipe}
+    model = dpq.compile(build(), budget=0.5, inner="eager", **numerics).train()
     engine = dpq.PrivacyEngine(accountant="rdp")
     model, _, criterion, _ = engine.make_private(
         module=model,
@@ -79,7 +80,7 @@ def test_one_more_sample_leaves_the_others_gradients_as_they_are(recipe: str) ->
         max_physical_batch_size=48,
         noise_generator=torch.Generator().manual_seed(7),
     )
-    model.set_policy([site.name for site in model.sites][:-1])
+    model.set_policy("none" if recipe == "bfloat16" else [site.name for site in model.sites][:-1])
 
     def clipped(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
         model.sample_ids = ids
@@ -97,9 +98,9 @@ def test_one_more_sample_leaves_the_others_gradients_as_they_are(recipe: str) ->
 
 
 def test_a_mean_that_the_loop_takes_is_refused_in_low_precision() -> None:
-    def private(budget: float, **options: Any) -> dpq.PrivacyEngine:
+    def private(budget: float, high: str = "float32", **options: Any) -> dpq.PrivacyEngine:
         engine = dpq.PrivacyEngine(accountant="rdp")
-        model = dpq.compile(Net(), budget=budget, inner="eager").train()
+        model = dpq.compile(Net(), budget=budget, high=high, inner="eager").train()
         engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -113,6 +114,8 @@ def test_a_mean_that_the_loop_takes_is_refused_in_low_precision() -> None:
     for options in ({}, {"criterion": nn.CrossEntropyLoss(reduction="none")}):
         with pytest.raises(PrivacySpecError, match=r"last bit.*Fix: give the loss to make_private as criterion="):
             private(1, **options)
+        with pytest.raises(PrivacySpecError, match="last bit"):
+            private(0, "bfloat16", **options)  # a last bit can decide how it is rounded there too
         private(1, loss_reduction="sum", **options)
     engine = private(0)
     x, y = batch(8)
