@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -74,7 +74,7 @@ def operator(inputs: int, outputs: int) -> Any:
 
 
 def _fake(number: int) -> Any:
-    return fx.node.map_aggregate(_FAKES[number], lambda value: torch.empty_like(value))
+    return fx.node.map_aggregate(_FAKES[number], lambda value: torch.empty_like(cast(Tensor, value)))
 
 
 # One site under one policy
@@ -159,9 +159,10 @@ def clipped(name: str, site: Site) -> tuple[Callable[..., Tensor], tuple[Any, ..
     dtype, arithmetic = wide_dtype(given.weight.meta["val"]), site.kernel if site.low else FULL_SITE
 
     def run(*values: Tensor) -> Tensor:
-        x, grad, *more = (Operand(*values[:2]), Operand(*values[2:4]), *values[4:]) if site.low else values
+        count = 2 if site.low else 1  # in full precision one tensor is both
+        x, grad, more = Operand(*values[:2]), Operand(*values[count : count + 2]), values[2 * count :]
         if not site.low:
-            x, grad = Operand(x, x), Operand(grad, grad)
+            x, grad = Operand(values[0], values[0]), Operand(values[1], values[1])
         if name == "sample_norms":
             found = arithmetic.sample_norms(x, grad, shapes, given.method, call, None)  # type: ignore[arg-type]
         elif name == "sample_grads":
@@ -312,7 +313,7 @@ def inlined(
                 copies[source] = gm.graph.node_copy(source, lambda n: copies[n])
                 if keep:
                     copies[source].meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    results = fx.map_arg(traced.graph.output_node().args[0], lambda n: copies[n])
+    results: Any = fx.map_arg(traced.graph.output_node().args[0], lambda n: copies[n])
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results, propagate_meta=False)
     else:
@@ -458,7 +459,7 @@ def look_up(call: SiteCall, repeats: int) -> None:
     streams = Streams(table[1], table[2][:2])
 
     def microseconds(run: Callable[[], object]) -> float:
-        return min(timed(lambda: [run() for _ in range(100)]) for _ in range(repeats)) * 10
+        return float(min(timed(lambda: [run() for _ in range(100)]) for _ in range(repeats))) * 10
 
     looked_up = microseconds(lambda: _OPS.round_operand.default(*args))
     alone = microseconds(lambda: kernel.operand(x, "input", call, streams))
