@@ -16,6 +16,8 @@ from torch._inductor.codegen.cpp import CppKernel, CppScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
 
+from dpquant_compile.progress import progress
+
 __all__ = ["AotGraph", "Recorder", "compile_graph", "lower"]
 
 
@@ -94,7 +96,7 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
     def record_and_compile(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         recorder.add(kind, gm)
-        with _own_choices():
+        with _own_choices(), progress(f"{kind} of the model"):
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

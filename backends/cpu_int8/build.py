@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from dpquant_compile.progress import progress
+
 __all__ = ["Library", "Numbers", "load", "numbers", "unavailable"]
 
 _SOURCES = Path(__file__).parent / "cpp"
@@ -119,7 +121,8 @@ def build(target: tuple[str, ...]) -> Path:
             out = Path(folder) / path.name
             units = [str(source) for source in sources if source.suffix == ".cpp"]
             command = [compiler, *_FLAGS, *target, *units, "-o", str(out)]
-            done = subprocess.run(command, capture_output=True, text=True)
+            with progress("int8 kernels"):
+                done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr or f"{compiler} failed")
             os.replace(out, path)
