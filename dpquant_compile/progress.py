@@ -68,7 +68,7 @@ class _Line:
     def run(self) -> None:
         """Show the line until the end; erase it then."""
         # A bar of rich takes standard error over, and shows whole lines alone, above the bar.
-        in_place = sys.stderr is sys.__stderr__ and sys.stderr.isatty()
+        in_place = sys.stderr.isatty() and sys.stderr is sys.__stderr__
         seen = None
         while not self._ended.wait(_EVERY):
             part = self._part

@@ -76,13 +76,13 @@ def test_a_compilation_within_another_shows_no_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_log_gets_the_seconds_and_an_error_ends_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.INFO, logger="dpquant_compile"),
-        pytest.raises(RuntimeError),
-        progress("net", "forward", "backward") as begin_part,
-    ):
-        begin_part()
-        raise RuntimeError
+    def fail() -> None:
+        with progress("net", "forward", "backward") as begin_part:
+            begin_part()
+            raise RuntimeError
+
+    with caplog.at_level(logging.INFO, logger="dpquant_compile"), pytest.raises(RuntimeError):
+        fail()
     assert [record.getMessage() for record in caplog.records] == ["compiled net, forward: 0.0 s"]
     assert module._ONE.acquire(blocking=False)
     module._ONE.release()

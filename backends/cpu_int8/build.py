@@ -21,7 +21,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from dpquant_compile.progress import progress
 
-__all__ = ["Library", "Numbers", "load", "numbers", "unavailable"]
+__all__ = ["Library", "Numbers", "instructions", "load", "numbers", "unavailable"]
 
 _SOURCES = Path(__file__).parent / "cpp"
 # No contraction of a·b + c: every path must round as the reference does.
@@ -109,7 +109,7 @@ def build(target: tuple[str, ...]) -> Path:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     sources = sorted(_SOURCES.glob("*"))
     digest = hashlib.sha256()
-    for part in (*_FLAGS, *target, version, platform.machine(), _instructions()):
+    for part in (*_FLAGS, *target, version, platform.machine(), instructions()):
         digest.update(part.encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -129,7 +129,7 @@ def build(target: tuple[str, ...]) -> Path:
     return path
 
 
-def _instructions() -> str:
+def instructions() -> str:
     """What this CPU can do: a cache folder may be shared by several machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
