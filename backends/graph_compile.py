@@ -1,9 +1,12 @@
 """Whole-graph compilation on AOTAutograd, with the forward and backward graphs kept for reading."""
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,6 +18,10 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.codegen.cpp import CppKernel, CppScheduling
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
+from torch.compiler import config as compiler_config
+
+from dpquant_compile.backends.native_library import instructions
+from dpquant_compile.progress import progress
 
 __all__ = ["AotGraph", "Recorder", "compile_graph", "lower"]
 
@@ -50,10 +57,16 @@ def _own_choices() -> Iterator[None]:
 
     Loops are not split where an index is divided, as by the groups that share a scale. In torch 2.13 the split drops
     what is left of a dimension that is no multiple of the divisor: these elements are never written.
+
+    Inductor's cache knows a graph by its text, which says neither this nor what our operators give. So a digest of
+    these sources is part of its keys: no program is found that was compiled for other operators.
     """
     global _inside
     with _PATCH_LOCK:
+        if _inside == 0:
+            _GIVEN_TAG[:] = [compiler_config.cache_key_tag]
         _inside += 1
+        compiler_config.cache_key_tag = f"{_GIVEN_TAG[0]} dpquant {_digest()}"
         for (owner, name), choice in _CHOICES.items():
             setattr(owner, name, choice)
     try:
@@ -62,8 +75,17 @@ def _own_choices() -> Iterator[None]:
         with _PATCH_LOCK:
             _inside -= 1
             if _inside == 0:
+                compiler_config.cache_key_tag = _GIVEN_TAG[0]
                 for (owner, name), original in _ORIGINALS.items():
                     setattr(owner, name, original)
+
+
+@cache
+def _digest() -> str:
+    found = hashlib.sha256(instructions().encode())  # which kernels there are; a cache may be shared by machines
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _cascade_if_symbolic(self: Any, reduction_type: str, dtype: torch.dtype, use_scalar: bool) -> bool:
@@ -79,6 +101,7 @@ def _unsplit(self: Any, nodes: Any) -> Any:
 
 
 _PATCH_LOCK = threading.Lock()
+_GIVEN_TAG: list[str] = []  # the user's part of the keys, while ours is in them
 _inside = 0
 _CASCADE = (CppKernel, "need_use_acc_helper")
 _CHOICES: dict[tuple[type, str], Callable[..., Any]] = {
@@ -94,7 +117,7 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
     def record_and_compile(gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         recorder.add(kind, gm)
-        with _own_choices():
+        with _own_choices(), progress(f"{kind} of the model"):
             return compile_fx_inner(gm, example_inputs, **kwargs)
 
     def with_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-__all__ = ["NativeLibrary", "Numbers", "build", "numbers"]
+from dpquant_compile.progress import progress
+
+__all__ = ["NativeLibrary", "Numbers", "build", "instructions", "numbers"]
 
 # No contraction of a·b + c: every path must round as the reference does.
 _FLAGS = (
@@ -103,13 +105,16 @@ def _argument(value: Argument) -> Any:
     return numbers(*value) if isinstance(value, tuple) else value
 
 
-def build(folder: Path, target: tuple[str, ...] = ("-march=native",)) -> Path:
-    """Compile the sources in a folder for a target, unless that has been done; the library's path."""
+def build(folder: Path, target: tuple[str, ...] = ("-march=native",), *, what: str) -> Path:
+    """Compile the sources in a folder for a target, unless that has been done; the library's path.
+
+    `what` it is, for the line that tells what is compiled.
+    """
     compiler = get_cpp_compiler()
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
     sources = sorted(folder.glob("*"))
     digest = hashlib.sha256()
-    for part in (*_FLAGS, *target, version, platform.machine(), _instructions()):
+    for part in (*_FLAGS, *target, version, platform.machine(), instructions()):
         digest.update(part.encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -121,14 +126,15 @@ def build(folder: Path, target: tuple[str, ...] = ("-march=native",)) -> Path:
             out = Path(scratch) / path.name
             units = [str(source) for source in sources if source.suffix == ".cpp"]
             command = [compiler, *_FLAGS, *target, *units, "-o", str(out)]
-            done = subprocess.run(command, capture_output=True, text=True)
+            with progress(what):
+                done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(done.stderr or f"{compiler} failed")
             os.replace(out, path)
     return path
 
 
-def _instructions() -> str:
+def instructions() -> str:
     """What this CPU can do: a cache folder may be shared by several machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -159,10 +159,10 @@ def clipped(name: str, site: Site) -> tuple[Callable[..., Tensor], tuple[Any, ..
     dtype, arithmetic = wide_dtype(given.weight.meta["val"]), site.kernel if site.low else FULL_SITE
 
     def run(*values: Tensor) -> Tensor:
-        count = 2 if site.low else 1  # in full precision one tensor is both
-        x, grad, more = Operand(*values[:2]), Operand(*values[count : count + 2]), values[2 * count :]
-        if not site.low:
-            x, grad = Operand(values[0], values[0]), Operand(values[1], values[1])
+        if site.low:
+            x, grad, more = Operand(*values[:2]), Operand(*values[2:4]), values[4:]
+        else:  # one tensor is both
+            x, grad, more = Operand(values[0], values[0]), Operand(values[1], values[1]), values[2:]
         if name == "sample_norms":
             found = arithmetic.sample_norms(x, grad, shapes, given.method, call, None)  # type: ignore[arg-type]
         elif name == "sample_grads":

@@ -53,4 +53,4 @@ def _built() -> Library | str:
 
 def build(target: tuple[str, ...] = ("-march=native",)) -> Path:
     """The path of the library for a target."""
-    return native_library.build(_SOURCES, target)
+    return native_library.build(_SOURCES, target, what="int8 kernels")

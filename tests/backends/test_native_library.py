@@ -35,8 +35,8 @@ void dpq_sum(const float* x, const uint8_t* bytes, const int64_t* many, int64_t 
 def library(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
     folder = tmp_path_factory.mktemp("cpp")
     (folder / "sum.cpp").write_text(SOURCE)
-    path = native_library.build(folder)
-    assert path == native_library.build(folder)
+    path = native_library.build(folder, what="test")
+    assert path == native_library.build(folder, what="test")
     return NativeLibrary(path)
 
 
@@ -58,7 +58,7 @@ def test_arguments_arrive(library: NativeLibrary) -> None:
 def test_sources_that_do_not_compile_say_so(tmp_path: Path) -> None:
     (tmp_path / "bad.cpp").write_text("int f() { return nothing; }")
     with pytest.raises(RuntimeError, match="nothing"):
-        native_library.build(tmp_path)
+        native_library.build(tmp_path, what="test")
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

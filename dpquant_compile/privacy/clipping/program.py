@@ -17,6 +17,7 @@ from dpquant_compile.passes.runner import PassRecord
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec
 from dpquant_compile.privacy.clipping.parameter_uses import axis_of
 from dpquant_compile.privacy.clipping.trace_joint import no_autocast, trace_joint
+from dpquant_compile.progress import progress
 
 __all__ = ["PrivateProgram"]
 
@@ -32,17 +33,21 @@ class PrivateProgram:
         self, spec: JointSpec, example: Inputs, inner: str, recorder: Recorder, log: MutableSequence[PassRecord]
     ) -> None:
         self.spec = spec
-        trace = partial(trace_joint, spec=spec, example=example, decompose=inner == "inductor")
-        program = pipeline.private(spec.base, trace, inner, log)
-        facts, forward, backward = facts_of(program), forward_of(program), backward_of(program)
-        # Kept here: the graph is shared with programs for other shapes.
-        self.axes = tuple(axis_of(leaf) if isinstance(leaf, fx.Node) else None for leaf in _leaves(spec.base))
-        self.outputs, self.differentiable, self.ways = facts.leaves, facts.differentiable, facts.ways
-        self.draws_random = any(draws_seeded(node) for part in (forward, backward) for node in part.graph.nodes)
-        self._count = facts.forward_outputs
-        self._saved_inputs = SavedInputs.of(program)
-        self._forward = compile_graph(forward, "private forward", inner, recorder)
-        self._backward = compile_graph(backward, "private backward", inner, recorder)
+        with progress("private program", "tracing", "forward", "backward") as begin_part:
+            begin_part()
+            trace = partial(trace_joint, spec=spec, example=example, decompose=inner == "inductor")
+            program = pipeline.private(spec.base, trace, inner, log)
+            facts, forward, backward = facts_of(program), forward_of(program), backward_of(program)
+            # Kept here: the graph is shared with programs for other shapes.
+            self.axes = tuple(axis_of(leaf) if isinstance(leaf, fx.Node) else None for leaf in _leaves(spec.base))
+            self.outputs, self.differentiable, self.ways = facts.leaves, facts.differentiable, facts.ways
+            self.draws_random = any(draws_seeded(node) for part in (forward, backward) for node in part.graph.nodes)
+            self._count = facts.forward_outputs
+            self._saved_inputs = SavedInputs.of(program)
+            begin_part()
+            self._forward = compile_graph(forward, "private forward", inner, recorder)
+            begin_part()
+            self._backward = compile_graph(backward, "private backward", inner, recorder)
 
     def run_forward(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
         """The flat outputs of the model on the padded batch, and what `run_backward` needs."""

@@ -11,6 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpquant_compile.errors import IsolationError
@@ -64,7 +65,9 @@ class _Traced:
         return JointFacts(self.spec.order, count, self.differentiable, self.leaves, self.ways)
 
     def joint(self, decompose: bool) -> fx.GraphModule:
-        mode = FakeTensorMode(allow_non_fake_inputs=False)
+        # All shapes are fixed, but Inductor looks up no program in its cache without a shape environment.
+        fixed = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=fixed)
         primals: list[Tensor] = [mode.from_tensor(v, static_shapes=True) for v in self.spec.flat(self.example)]
         with mode, no_autocast(), torch.inference_mode(False):
             _, outputs, _, _ = self._forward(primals)

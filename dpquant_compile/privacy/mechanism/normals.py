@@ -79,7 +79,7 @@ def draw_normals(key: bytes, counter: int, std: float, out: Tensor) -> None:
 @lru_cache(maxsize=1)
 def _library() -> NativeLibrary | None:
     try:
-        return NativeLibrary(native_library.build(_SOURCES, ("-march=native", *_WIDE)))
+        return NativeLibrary(native_library.build(_SOURCES, ("-march=native", *_WIDE), what="noise kernel"))
     except Exception:  # no compiler, no OpenMP, an odd platform: torch gives the same numbers
         return None
 

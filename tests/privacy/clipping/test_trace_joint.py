@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
@@ -14,6 +15,8 @@ from dpquant_compile import pipeline
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.private.joint_facts import facts_of
 from dpquant_compile.passes.runner import PassResult, called_programs
+from tests.support.private import clipped_sums, made_private
+from tests.support.private_loops import assert_same
 
 ROOT = Path(__file__).resolve().parent
 while not (ROOT / "pyproject.toml").exists():
@@ -37,6 +40,19 @@ def private(clipping: str = "flat") -> dpq.CompiledModule:
         noise_generator=torch.Generator().manual_seed(0),
     )
     return model
+
+
+@pytest.mark.slow
+def test_a_later_run_finds_its_programs_in_the_cache_of_inductor() -> None:
+    x, sums, found = torch.randn(4, 4), [], []
+    for _ in range(2):
+        counters["inductor"].clear()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        sums.append(clipped_sums(made_private(net, 4, inner="inductor")[0], [x]))
+        found.append([counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "bypass")])
+    assert found[1] == [2, 0] and found[0][1] == 0  # forward and backward
+    assert_same(sums[1], sums[0])
 
 
 NAMES = [f"{layer}_{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
