@@ -25,7 +25,6 @@ __all__ = [
     "SequenceClassificationLoss",
     "TokenClassificationLoss",
     "on_field",
-    "read_fields",
 ]
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -401,7 +401,7 @@ def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: py
     model, spec = dpq.compile(nn.Linear(4, 4), budget=1).train(), Recipe.of_format("luq_fp4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     what, device = CompileSpec(1, spec), torch.device("cuda")
-    text = str(explain(model.sites, model.policy, what, device, True, kernels_of(what, device, {})))
+    text = str(explain(model.sites, model.policy, what, device, True, kernels_of(what, device, {}), {}))
     assert "not used yet: fp8 by torch._scaled_mm" in text and "never run on a GPU" in text
     assert "reference (emulated)" in text and "not cpu_int8: for the CPU only" in text
 
