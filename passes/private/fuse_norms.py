@@ -30,12 +30,15 @@ def fuse_norms(gm: fx.GraphModule) -> PassResult:
     Requires: `merge_equal_nodes`. Ensures: nothing reads the sum before such a ReLU, and its backward does not read z.
     Numerics: unchanged bit for bit: the same operations in the same order.
     """
-    found = [place for relu in gm.graph.find_nodes(op="call_function", target=_ATEN.relu.default) if (place := _at(relu))]
-    for place in found:
-        _fuse(gm.graph, place)
-    if found:
+    modified = False
+    for relu in gm.graph.find_nodes(op="call_function", target=_ATEN.relu.default):
+        # One after the other: the map that is added may be the result of the one before.
+        if (place := _at(relu)) is not None:
+            _fuse(gm.graph, place)
+            modified = True
+    if modified:
         gm.graph.eliminate_dead_code()
-    return PassResult(gm, bool(found))
+    return PassResult(gm, modified)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, fx
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,6 +16,8 @@ from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.passes.private.fuse_norms import fuse_norms
 from dpquant_compile.passes.private.merge_equal_nodes import merge_equal_nodes
 from dpquant_compile.passes.private.run_inductor_passes import run_inductor_passes
+from dpquant_compile.privacy.clipping import grad_rules, joint_graph, program
+from tests.support.private import clipped_sums, made_private
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
@@ -118,3 +121,58 @@ def test_a_mask_of_something_else_stays() -> None:
     """The model may itself compare the result with zero, and use that."""
     gm = joint(lambda x, other, weight, bias: (z := torch.relu(norm(x, weight, bias))) + torch.where(z <= 0, other, z))
     assert not fuse_norms(gm).modified
+
+
+class Residual(nn.Module):
+    """Two blocks: with a shortcut that has a norm of its own, and with a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16)
+        self.side, self.norm_side = nn.Conv2d(16, 32, 1, 2), nn.GroupNorm(8, 32)
+        self.convs = nn.ModuleList(nn.Conv2d(32 if i else 16, 32, 3, 1 if i else 2, 1, bias=False) for i in range(4))
+        self.norms = nn.ModuleList(nn.GroupNorm(8, 32) for _ in range(4))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        side = self.norm_side(self.side(x))
+        for i in (0, 2):
+            y = torch.relu(self.norms[i](self.convs[i](x)))
+            side = x = torch.relu(self.norms[i + 1](self.convs[i + 1](y)) + side)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+def residual_sums(monkeypatch: pytest.MonkeyPatch, low: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Clipped sums of a residual net, and the operators of its programs, which are interpreted."""
+    called: list[str] = []
+
+    def interpret(gm: Any, kind: str, inner: str, recorder: Any) -> Any:
+        called.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(program, "compile_graph", interpret)
+    torch.manual_seed(0)
+    net = Residual()
+    for name, parameter in net.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1.0 if "weight" in name else 0.0, 0.3)
+    model = made_private(net, 6, inner="inductor")[0]
+    model.set_policy("all" if low else "none")
+    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return clipped_sums(model, [x]), called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", [False, True])
+def test_private_sums_are_those_of_the_reference(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, called = residual_sums(monkeypatch, low)
+    assert called.count("dpquant.group_norm.default") == called.count("dpquant.group_norm_grad.default") == 6
+    assert not any("relu" in name for name in called)
+    for module in (joint_graph, grad_rules):
+        monkeypatch.setattr(module, "can_normalise", lambda *_: False)
+    expected, called = residual_sums(monkeypatch, low)
+    assert not any("group_norm" in name for name in called)
+    for name, value in expected.items():
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
