@@ -5,9 +5,9 @@
 
 For the sites of ResNet18 (64×64, batch 32), WideResNet-16-4 (32×32, batch 32) and a transformer (128 tokens, batch 8):
 billions of operations a second of the product forward, the gradient of the input and the weighted sum of weight
-gradients, and their share of the peak, which is the rate of a product of 2048³ by the same kernels. A multiplication and
-an addition are two operations; those with padding do not count. Norms, the rounding of both operands and of the weight
-are in milliseconds. Medians, all parts of all layers in turn.
+gradients, and their share of the peak, which is the rate of a product of 2048³ by the same kernels. A multiplication
+and an addition are two operations; those with padding do not count. Norms, the rounding of both operands and of the
+weight are in milliseconds. Medians, all parts of all layers in turn.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8

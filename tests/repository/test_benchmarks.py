@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
         ),
         ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
         ("norm_ways", ["--fit"], ("gram", "direct", "int8", "_SHIFT_COST")),
+        ("layer_rates", [], ("int8 peak", "ResNet18", "transformer", "grad_output")),
         (
             "fp4_step",
             [],

@@ -1,6 +1,6 @@
 """The operator of a group norm: that of plain torch, with what follows it, on every processor, sample by sample."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -101,11 +101,11 @@ def test_threads_change_nothing() -> None:
 
 
 @pytest.fixture(params=[("-march=haswell",), pytest.param(("-mno-avx", "-mno-avx2"), marks=pytest.mark.heavy)])
-def older(request: pytest.FixtureRequest) -> Iterator[native.Library]:
+def older(request: pytest.FixtureRequest) -> native.Library:
     """The kernels of older processors of x86-64."""
     if not native.load().name.startswith("AVX"):
         pytest.skip("these are older instructions of x86-64")
-    yield native.Library(native.build(request.param))
+    return native.Library(native.build(request.param))
 
 
 def test_older_processors_agree(older: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_which_maps_there_is_a_kernel_for() -> None:
 
 def test_other_sizes_are_refused() -> None:
     x, other, weight, bias, grad = inputs((2, 16, 3, 3))
-    y, mean, rstd, _ = OPS.group_norm(x, None, weight, bias, 4, 1e-5, False)
+    _, mean, rstd, _ = OPS.group_norm(x, None, weight, bias, 4, 1e-5, False)
     calls: list[Callable[[], Any]] = [
         lambda: OPS.group_norm(x, other[:1], weight, bias, 4, 1e-5, False),
         lambda: OPS.group_norm(x[:, :8], None, weight, bias, 4, 1e-5, False),
