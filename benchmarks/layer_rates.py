@@ -30,7 +30,8 @@ from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
 # Channels, features, size of the map, kernel, stride; a linear has the length of its sequences for a map.
-RESNET = [
+Layers = list[tuple[int, ...]]
+RESNET: Layers = [
     (3, 64, 64, 7, 2),
     (64, 64, 16, 3, 1),
     (64, 128, 16, 3, 2),
@@ -41,7 +42,7 @@ RESNET = [
     (256, 512, 4, 3, 2),
     (512, 512, 2, 3, 1),
 ]
-WIDE = [
+WIDE: Layers = [
     (16, 64, 32, 3, 1),
     (64, 64, 32, 3, 1),
     (64, 128, 32, 3, 2),
@@ -49,12 +50,12 @@ WIDE = [
     (128, 256, 16, 3, 2),
     (256, 256, 8, 3, 1),
 ]
-TRANSFORMER = [(768, 768, 128), (768, 2304, 128), (768, 3072, 128), (3072, 768, 128)]
+TRANSFORMER: Layers = [(768, 768, 128), (768, 2304, 128), (768, 3072, 128), (3072, 768, 128)]
 PRODUCTS, OTHERS = ("forward", "grad_input", "weighted"), ("norms", "input", "grad_output", "weight")
 Parts = dict[str, Callable[[], object]]
 
 
-def layers(batch: int, given: list[tuple[int, ...]]) -> list[tuple[str, SiteCall, Shapes]]:
+def layers(batch: int, given: Layers) -> list[tuple[str, SiteCall, Shapes]]:
     """Sites, as kernels are called for them."""
     found = []
     for channels, features, size, *conv in given:
@@ -116,7 +117,7 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def measure(batch: int, given: list[tuple[int, ...]], turns: int) -> list[dict[str, Any]]:
+def measure(batch: int, given: Layers, turns: int) -> list[dict[str, Any]]:
     """A row for each layer."""
     sites = [(name, parts_of(call, shapes), operations(call, shapes)) for name, call, shapes in layers(batch, given)]
     times: dict[tuple[str, str], list[float]] = {(name, part): [] for name, parts, _ in sites for part in parts}
@@ -145,10 +146,14 @@ def main() -> None:
     if reason := native.unavailable():
         raise SystemExit(f"nothing to measure: {reason}")
     torch.set_num_threads(args.threads)
-    models = {"ResNet18": (32, RESNET), "WideResNet-16-4": (32, WIDE), "transformer": (8, TRANSFORMER)}
+    models: dict[str, tuple[int, Layers]] = {
+        "ResNet18": (32, RESNET),
+        "WideResNet-16-4": (32, WIDE),
+        "transformer": (8, TRANSFORMER),
+    }
     if args.smoke:
         models, args.turns = {name: (2, given[1:2]) for name, (_, given) in models.items()}, 2
-    best, found = peak(args.turns), {}
+    best, found = peak(args.turns), dict[str, Any]()
     print(f"{native.load().name}, {args.threads} threads; int8 peak {best:.0f} billion operations a second")
     for model, (batch, given) in models.items():
         print(f"\n{model:<30}{'Mop':>7}" + "".join(f"{part:>20}" for part in PRODUCTS) + "".join(map(_head, OTHERS)))

@@ -54,7 +54,7 @@ class _Place:
 
 def _at(relu: fx.Node) -> _Place | None:
     before: Any = relu.args[0]
-    candidates: list[tuple[Any, fx.Node | None]] = [(before, None)]
+    candidates: list[tuple[Any, Any]] = [(before, None)]
     if before.target is _ATEN.add.Tensor and not before.kwargs and len(before.users) == 1:
         first, second = before.args
         candidates = [(first, second), (second, first)]
