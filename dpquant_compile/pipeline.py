@@ -46,6 +46,7 @@ from dpquant_compile.passes.private.check_joint import (
 from dpquant_compile.passes.private.cut_joint import cut_joint
 from dpquant_compile.passes.private.drop_batch_loss import drop_batch_loss
 from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
+from dpquant_compile.passes.private.fuse_norms import fuse_norms
 from dpquant_compile.passes.private.merge_equal_nodes import merge_equal_nodes
 from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_relu_masks
@@ -103,7 +104,14 @@ OUTPUT_PASSES = (drop_batch_loss,)
 ISOLATION_PASSES = (verify_isolation,)
 
 # Rewrites of the private joint graph that `trace_joint` makes, for Inductor to compile.
-COMPILED_JOINT_PASSES = (share_operands, run_inductor_passes, merge_equal_nodes, recompute_relu_masks, pack_relu_masks)
+COMPILED_JOINT_PASSES = (
+    share_operands,
+    run_inductor_passes,
+    merge_equal_nodes,
+    fuse_norms,
+    recompute_relu_masks,
+    pack_relu_masks,
+)
 
 # The same for an interpreted graph, for which masks save no memory.
 INTERPRETED_JOINT_PASSES = (share_operands, merge_equal_nodes)

@@ -18,7 +18,7 @@ from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts, out
 from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients, masks_of
 from dpquant_compile.passes.runner import PassResult
 
-__all__ = ["pack_relu_masks"]
+__all__ = ["is_zeroing", "pack_relu_masks"]
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.dpquant
 
@@ -36,7 +36,7 @@ def pack_relu_masks(gm: fx.GraphModule) -> PassResult:
     backward = depends_on_gradients(gm.graph)
     for mask in masks_of(gm.graph, backward):
         relu: Any = mask.args[0]
-        if not can_pack(relu.meta["val"]) or not all(_is_zeroing(user, mask, relu) for user in mask.users):
+        if not can_pack(relu.meta["val"]) or not all(is_zeroing(user, mask, relu) for user in mask.users):
             continue
         sites = sorted({site for user, own in users_of(relu) for site in sites_reading(user, own)})
         forward = [user for user, _ in users_of(relu) if user.target is _OPS.private_site.default]
@@ -52,7 +52,7 @@ def pack_relu_masks(gm: fx.GraphModule) -> PassResult:
     return PassResult(gm, True)
 
 
-def _is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
+def is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
     """Whether this is `where(mask, 0, gradient)`, with a gradient of the shape and dtype of the ReLU's output."""
     if node.target is not _ATEN.where.self or node.args[0] is not mask:
         return False

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from dpquant_compile.backends.ops.group_norm import can_normalise
 from dpquant_compile.backends.ops.site import site_arguments
 from dpquant_compile.backends.reference.group_norm import lies_by_pixel, normalised_groups
 from dpquant_compile.backends.reference.per_sample import as_weight, squares, wide
@@ -281,6 +282,12 @@ def _norm(use: Use, values: UseValues) -> Piece:
     if use.node.target is F.instance_norm and not values.arguments["use_input_stats"]:
         return _by_vmap(use, values)  # with running statistics it is a fixed map
     args, grad, node = values.arguments, wide(values.grad), use.node
+    if node.target is F.group_norm and can_normalise(args["input"], args["weight"], args["bias"]):
+        # The compiler merges both operators with those of forward, and of the gradient of the input.
+        x, weight = args["input"], args["weight"]
+        norm = torch.ops.dpquant.group_norm(x, None, weight, args["bias"], args["num_groups"], args["eps"], False)
+        found = torch.ops.dpquant.group_norm_grad(values.grad, None, x, norm[1], norm[2], weight, False)
+        return DensePiece(_sum_places(found[1 if use.slots == ("weight",) else 2], _axis(node), [1]))
     x = wide(args["input"])
     if node.target in (F.group_norm, F.instance_norm):
         features = [1]

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from dpquant_compile.backends.ops.group_norm import can_normalise
 from dpquant_compile.backends.ops.site import site_arguments
 from dpquant_compile.backends.reference.group_norm import group_norm, lies_by_pixel
 from dpquant_compile.backends.reference.per_sample import choose_method, wide
 from dpquant_compile.backends.registry import SiteCall
+from dpquant_compile.backends.site_args import signature_of
 from dpquant_compile.errors import PerSampleGradientError
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.passes.canonical.canonicalize import CONVS
@@ -195,8 +197,7 @@ class Tracing(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is F.group_norm and lies_by_pixel(args[0] if args else kwargs["input"]):
-            given = dict(kwargs)
-            return group_norm(*args if args else (given.pop("input"),), **given)
+            return _group_norm(**signature_of(F.group_norm).bind(args, kwargs))
         return super().call_function(target, args, kwargs)
 
     def _site(self, node: fx.Node) -> Tensor:
@@ -404,3 +405,11 @@ class Tracing(fx.Interpreter):
                 "multiply the parameter by it or add it"
             )
         return chain
+
+
+def _group_norm(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`F.group_norm` of a map that lies by pixel."""
+    if not can_normalise(input, weight, bias):
+        return group_norm(input, num_groups, weight, bias, eps)
+    y: Tensor = torch.ops.dpquant.group_norm(input, None, weight, bias, num_groups, eps, False)[0]
+    return y
