@@ -247,8 +247,9 @@ def codes_by_loops(call: SiteCall, role: str, like: Tensor) -> Callable[..., tup
 def write_policy(gm: fx.GraphModule, *, low: frozenset[int], way: str) -> PassResult:
     """Write a policy, the rows of its low sites, into a joint graph."""
     rounds, masks = _OPS.round_operand.default, (_OPS.positive_bits.default, _OPS.relu_grad.default)
+    others = (*masks, _OPS.group_norm.default, _OPS.group_norm_grad.default)  # they read no policy
     for node in list(gm.graph.nodes):
-        if getattr(node.target, "namespace", None) != "dpquant" or node.target in (rounds, *masks):
+        if getattr(node.target, "namespace", None) != "dpquant" or node.target in (rounds, *others):
             continue
         site, name = Site(node, low), node.target._schema.name.removeprefix("dpquant::")
         if name == "private_site":

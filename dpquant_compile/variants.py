@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpquant_compile import pipeline
 from dpquant_compile.errors import NotCapturedError
 from dpquant_compile.link_table import LinkTable
+from dpquant_compile.passes.capture import NO_TRACE
 from dpquant_compile.passes.fx_utils import bind_inputs, draws_random, read_attribute
 from dpquant_compile.passes.precision.insert_switches import LINK_TABLE
 from dpquant_compile.passes.precision.split_blocks import block_key, lift_tensors, split_blocks
@@ -84,7 +85,7 @@ class _Variant:
 
 
 class _Worker:
-    """One thread that runs jobs in order. When the program ends, waiting jobs are dropped and the current one finishes:
+    """One thread that runs jobs in order, none while a model is traced in another. When the program ends, waiting jobs are dropped and the current one finishes:
     a thread that is killed inside the compiler would crash the process.
     """
 
@@ -111,7 +112,8 @@ class _Worker:
             if self._ending:
                 return
             try:
-                job()
+                with NO_TRACE:
+                    job()
             except BaseException as error:  # `wait()` raises it
                 future.set_exception(error)
             else:

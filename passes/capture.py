@@ -3,6 +3,7 @@
 import inspect
 import operator
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,11 @@ from dpquant_compile.passes.gradient_hooks import asks_for_gradients, without_gr
 from dpquant_compile.passes.recorded_outputs import lacks_recorders, with_recorders
 from dpquant_compile.passes.snapshot import Change, Snapshot, Writes
 
-__all__ = ["SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
+__all__ = ["NO_TRACE", "SITE_MODULES", "TRANSPOSED_MODULES", "Tracer", "capture_dynamo", "capture_fx", "own_hooks"]
+
+# fx changes nn.Module for all threads while it traces, and what others call meanwhile would be in the graph. Held by a
+# trace, and by a thread of this library while it calls modules.
+NO_TRACE = threading.RLock()
 
 SITE_MODULES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 TRANSPOSED_MODULES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -56,7 +61,8 @@ class Tracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._region = _region()
-        return super().trace(root, concrete_args)
+        with NO_TRACE:
+            return super().trace(root, concrete_args)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _region() != self._region:

@@ -1,6 +1,8 @@
 """Variants: compiled for one policy, they agree with the link table, share blocks, and change no state."""
 
 import copy
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import dpquant_compile as dpq
 from dpquant_compile import variants
+from dpquant_compile.passes.capture import Tracer
 from tests.support.models import BatchNormNet, GroupNormNet, seeded
 from tests.support.steps import error, images, step
 
@@ -172,3 +175,27 @@ def test_variants_made_after_an_evaluation_serve_the_training(runs: list[Any]) -
     model.set_policy("all")
     step(model, images(4))
     assert len(runs) == 1
+
+
+def test_a_model_that_is_traced_beside_a_compilation_holds_nothing_of_it() -> None:
+    """fx records the modules that any thread calls while it traces."""
+    begun, other = threading.Event(), nn.Linear(4, 4)
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            begun.wait(0.5)  # for the other thread to be at work, if it may
+            time.sleep(0.2)
+            return x.relu()
+
+    def job() -> None:
+        begun.set()
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            other(torch.zeros(1, 4))
+
+    worker = variants._Worker()
+    done = worker.submit(job)
+    traced = Tracer().trace(nn.Sequential(nn.Linear(4, 4), Slow()))
+    done.result(5)
+    assert [node.op for node in traced.nodes] == ["placeholder", "call_module", "call_method", "output"]
+    worker._end()
