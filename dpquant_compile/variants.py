@@ -85,7 +85,9 @@ class _Variant:
 
 
 class _Worker:
-    """One thread that runs jobs in order, none while a model is traced in another. When the program ends, waiting jobs are dropped and the current one finishes:
+    """One thread that runs jobs in order, none while a model is traced in another.
+
+    When the program ends, waiting jobs are dropped and the current one finishes:
     a thread that is killed inside the compiler would crash the process.
     """
 
