@@ -68,10 +68,11 @@ def _own_choices() -> Iterator[None]:
         _inside += 1
         for (owner, name), choice in _CHOICES.items():
             setattr(owner, name, choice)
+    compiler_config.cache_key_tag = given if given.endswith(own) else given + own
     try:
-        with compiler_config.patch(cache_key_tag=given if given.endswith(own) else given + own):
-            yield
+        yield
     finally:
+        compiler_config.cache_key_tag = given
         with _PATCH_LOCK:
             _inside -= 1
             if _inside == 0:
