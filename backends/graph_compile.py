@@ -59,23 +59,23 @@ def _own_choices() -> Iterator[None]:
     what is left of a dimension that is no multiple of the divisor: these elements are never written.
 
     Inductor's cache knows a graph by its text, which says neither this nor what our operators give. So a digest of
-    these sources is part of its keys: no program is found that was compiled for other operators.
+    these sources is part of its keys: no program is found that was compiled for other operators. Unlike the methods,
+    which all threads have in common, the keys are a setting of this thread.
     """
     global _inside
+    given, own = compiler_config.cache_key_tag, f" dpquant {_digest()}"
     with _PATCH_LOCK:
-        if _inside == 0:
-            _GIVEN_TAG[:] = [compiler_config.cache_key_tag]
         _inside += 1
-        compiler_config.cache_key_tag = f"{_GIVEN_TAG[0]} dpquant {_digest()}"
         for (owner, name), choice in _CHOICES.items():
             setattr(owner, name, choice)
+    compiler_config.cache_key_tag = given if given.endswith(own) else given + own
     try:
         yield
     finally:
+        compiler_config.cache_key_tag = given
         with _PATCH_LOCK:
             _inside -= 1
             if _inside == 0:
-                compiler_config.cache_key_tag = _GIVEN_TAG[0]
                 for (owner, name), original in _ORIGINALS.items():
                     setattr(owner, name, original)
 
@@ -83,8 +83,9 @@ def _own_choices() -> Iterator[None]:
 @cache
 def _digest() -> str:
     found = hashlib.sha256(instructions().encode())  # which kernels there are; a cache may be shared by machines
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        found.update(path.read_bytes())
+    for path in sorted(Path(__file__).parent.rglob("*")):
+        if path.suffix in _SOURCES:  # the sizes of what operators give may be those of the C++
+            found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 
@@ -100,8 +101,8 @@ def _unsplit(self: Any, nodes: Any) -> Any:
     return nodes
 
 
+_SOURCES = (".py", ".cpp", ".h")
 _PATCH_LOCK = threading.Lock()
-_GIVEN_TAG: list[str] = []  # the user's part of the keys, while ours is in them
 _inside = 0
 _CASCADE = (CppKernel, "need_use_acc_helper")
 _CHOICES: dict[tuple[type, str], Callable[..., Any]] = {

@@ -186,13 +186,15 @@ def field_of(output: Any, name: str | int, asker: str) -> Any:
 def read_fields(criterion: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """The arguments of a call, with the one field that the loss reads in the place of a whole output.
 
-    So what else an output holds (a cache, the model's own loss of the batch) is no part of the call.
+    So what else an output holds (a cache, the model's own loss of the batch) is no part of the call. A field that is no
+    tensor but a tuple or a record stays where it is: the loss, which gets what this gives, would read a field of it.
     """
     forward = getattr(type(criterion), "forward", None)
     if not args or forward not in (OnField.forward, _CrossEntropy.forward):  # one of a subclass may read more
         return tuple(args)
     field = criterion.field if isinstance(criterion, OnField) else "logits"
-    return field_of(args[0], field, type(criterion).__name__), *args[1:]
+    value = field_of(args[0], field, type(criterion).__name__)
+    return (value, *args[1:]) if isinstance(value, Tensor) else tuple(args)
 
 
 def signature_of(criterion: Callable[..., Any]) -> inspect.Signature | None:

@@ -146,6 +146,30 @@ def test_a_field_may_be_a_place_in_a_tuple() -> None:
     assert torch.equal(criterion((0 * logits, logits), labels), F.cross_entropy(logits, labels))
 
 
+class Pairwise(nn.Module):
+    """A loss of a field that is a pair."""
+
+    reduction = "mean"
+
+    def forward(self, pair: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        losses = (pair[0] - target).square().sum(1) + pair[1].exp().sum(1)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+@pytest.mark.parametrize(
+    ("criterion", "form"),
+    [
+        (dpq.losses.on_field("pair", Pairwise()), lambda a, b: {"pair": (a, b), "rest": None}),
+        (dpq.losses.on_field(0, Pairwise()), lambda a, b: ((a, b), None)),
+        (dpq.losses.on_field("a", dpq.losses.on_field("b", nn.MSELoss())), lambda a, b: {"a": {"b": a}}),
+    ],
+    ids=["by name", "by place", "two names"],
+)
+def test_a_field_that_is_no_tensor_is_read_once(criterion: Any, form: Any) -> None:
+    output, target = form(_logits(B, V), _logits(B, V) / 2), torch.zeros(B, V)
+    torch.testing.assert_close(PrivateCriterion(criterion)(output, target), criterion(output, target))
+
+
 def test_a_loss_on_a_field_keeps_reduction_and_ignored_positions_of_the_loss_within() -> None:
     inner = nn.CrossEntropyLoss(ignore_index=2, reduction="sum")
     criterion = PrivateCriterion(dpq.losses.on_field("logits", inner))

@@ -55,9 +55,10 @@ def group_norm(
     of memory: 0 where the sum is zero or less, 1 elsewhere, NaN too.
     """
     y, mean, rstd, bits = _results(x, groups, relu)
-    other = None if other is None else _laid(other, x)
+    # Held by name until the loop has run: it gets addresses alone, and some of these are copies.
+    laid, other = _laid(x, x), None if other is None else _laid(other, x)
     weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
-    places = (_place(value) for value in (_laid(x, x), other, weight, bias))
+    places = (_place(value) for value in (laid, other, weight, bias))
     build.load()("norm", _shape(x, groups), *places, _number(eps), int(relu), _place(y), mean, rstd, bits)
     return y, mean, rstd, bits
 

@@ -210,15 +210,20 @@ def _check_callbacks(trainer: Trainer) -> None:
                     )
 
 
-_IN_TRAINING = ("training_step", "on_train_", "on_before_", "on_after_backward")
+# The beginnings of the names of all hooks that may log while the trainer trains.
+_IN_TRAINING = (
+    *("training_step", "on_train_", "on_before_", "on_after_backward", "backward"),
+    *("optimizer_", "configure_gradient_clipping", "clip_gradients"),
+)
+_EPSILON = ("epsilon", "on_train_epoch_end")  # which `PrivateTraining` logs
 
 
 def _check_monitors(trainer: Trainer) -> None:
     """Refuse choices that depend on what training logs: it depends on the data and has no noise. ε may be monitored."""
     held: Any = trainer._results
-    logged = {metric.meta.name: metric.meta.fx for metric in held.values()} if held else {}
-    within = {name: fx for name, fx in logged.items() if fx.startswith(_IN_TRAINING) and name != "epsilon"}
-    names = {name + end: fx for name, fx in within.items() for end in ("", "_step", "_epoch")}
+    logged = [(metric.meta.name, metric.meta.fx) for metric in held.values()] if held else []
+    within = [(name, fx) for name, fx in logged if fx.startswith(_IN_TRAINING) and (name, fx) != _EPSILON]
+    names = {name + end: fx for name, fx in within for end in ("", "_step", "_epoch")}
     choosing = [*trainer.callbacks, *trainer.lr_scheduler_configs]  # type: ignore[attr-defined]
     for each in choosing:
         monitor = getattr(each, "monitor", None)

@@ -3,6 +3,7 @@
 import functools
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,28 @@ def test_choices_by_what_the_end_of_an_epoch_logs_are_refused(name: str, tmp_pat
     with pytest.raises(IntegrationError, match=f"{name} monitors 'mean', which on_train_epoch_end logs"):
         trainer_of(trained, callbacks=[chooses], enable_checkpointing=True).fit(module, trained.run.loader)
     assert not list(tmp_path.iterdir()) and "on_train_epoch_end" not in vars(module)
+
+
+def test_every_hook_of_training_that_may_log_is_known() -> None:
+    from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+
+    from dpquant_compile.integrations.lightning import _check_monitors
+
+    def monitored(name: str, fx: str) -> Any:
+        metric = SimpleNamespace(meta=SimpleNamespace(name=name, fx=fx))
+        callbacks = [SimpleNamespace(monitor=name)]
+        return SimpleNamespace(_results={"": metric}, callbacks=callbacks, lr_scheduler_configs=[])
+
+    hooks = [fx for fx, options in _FxValidator.functions.items() if options is not None]
+    public = [fx for fx in hooks if fx.startswith(("validation_", "test_", "on_validation_", "on_test_"))]
+    for fx in public:
+        _check_monitors(monitored("metric", fx))
+    _check_monitors(monitored("epsilon", "on_train_epoch_end"))
+    for fx in set(hooks) - set(public):
+        with pytest.raises(IntegrationError, match=f"which {fx} logs"):
+            _check_monitors(monitored("metric", fx))
+    with pytest.raises(IntegrationError, match="which training_step logs"):  # under the name of another
+        _check_monitors(monitored("epsilon", "training_step"))
 
 
 def test_a_learning_rate_by_a_metric_of_training_is_refused() -> None:

@@ -83,10 +83,10 @@ class GaussianStream:
     def __init__(self, seed: int | None, rank: int = 0) -> None:
         """The stream of this seed and rank; without a seed a secure one."""
         self._lock = threading.Lock()
-        _STREAMS.add(self)
         self._kept = torch.empty(0, device="cpu")
         self._position = 0
         self._rekey(seed, rank)
+        _STREAMS.add(self)  # now that it is whole: another thread may fork at any time
 
     @classmethod
     def secure(cls) -> Self:

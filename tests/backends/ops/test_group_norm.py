@@ -59,6 +59,16 @@ def test_it_is_the_reference(shape: tuple[int, ...], groups: int, adds: bool, re
         assert torch.equal(in_memory, (bits[:, None] >> torch.arange(8) & 1).flatten().bool())
 
 
+@pytest.mark.parametrize("shape", [(2, 16, 5, 4), (8, 32, 32, 32)])
+def test_maps_in_another_layout_are_copied_first(shape: tuple[int, ...]) -> None:
+    """Whose copies must live until the loop has read them."""
+    x, other, weight, bias, grad = inputs(shape)
+    alone = OPS.group_norm(x, None, None, None, 4, 1e-5, False)[0]
+    assert torch.equal(OPS.group_norm(x.contiguous(), None, None, None, 4, 1e-5, False)[0], alone)
+    rows = [value.contiguous() for value in (x, other, weight, bias, grad)]
+    assert all(map(torch.equal, everything(*rows, 8), everything(x, other, weight, bias, grad, 8)))
+
+
 def test_without_weight_and_bias() -> None:
     x, _, _, _, grad = inputs(SIZES[0][0])
     y, mean, rstd, _ = OPS.group_norm(x, None, None, None, 4, 1e-3, False)

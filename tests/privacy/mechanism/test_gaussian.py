@@ -283,6 +283,21 @@ def test_secure_streams_are_all_different_and_keep_their_key() -> None:
     assert not torch.equal(a.fill(100), old)
 
 
+def test_a_fork_while_a_stream_is_made_leaves_no_key_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, rekey = GaussianStream.secure(), GaussianStream._rekey
+
+    def forked(self: GaussianStream, *given: Any) -> None:
+        if not hasattr(self, "_key"):  # it is being made, and another thread forks
+            monkeypatch.setattr(GaussianStream, "_rekey", rekey)
+            noise._after_fork()
+        rekey(self, *given)
+
+    key = whole.derived_key(b"test")
+    monkeypatch.setattr(GaussianStream, "_rekey", forked)
+    made = GaussianStream.secure()
+    assert whole.derived_key(b"test") != key and made.is_secure
+
+
 def test_generator_is_asked_once() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = GaussianStream.from_generator(generator), GaussianStream.from_generator(generator)
