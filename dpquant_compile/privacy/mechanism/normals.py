@@ -37,6 +37,9 @@ _ZEROS = memoryview(bytes(1 << 16))
 # Older versions of cryptography require this much space behind the result, and write nothing there.
 _SLACK = _BLOCK - 1
 
+# Groups that the C++ loop is compared on with torch before it is used.
+_PROBED = 256
+
 _HALF_ROOT = 0x3F3504F3  # the bits of the square root of 1/2
 _BELOW_ONE = 1 - 2.0**-24
 _LN_2 = (0.693359375, -2.12194440e-4)  # the first has few bits, so that its multiples are exact
@@ -59,8 +62,11 @@ def draw_normals(key: bytes, counter: int, std: float, out: Tensor) -> None:
     radius and angle away from zero. The clamp keeps u below 1, to which it rounds once in 2^25 pairs. So no normal is
     zero, and none leaves its coordinate without noise.
     """
-    groups, library = out.numel() // GROUP, _library()
-    first = counter % _COUNTERS
+    _draw(_library(), key, counter % _COUNTERS, std, out)
+
+
+def _draw(library: NativeLibrary | None, key: bytes, first: int, std: float, out: Tensor) -> None:
+    groups = out.numel() // GROUP
     if library is not None and library.text("cipher"):
         library("normals", key, first.to_bytes(_BLOCK, "big"), groups, float(std), out)
         return
@@ -78,10 +84,18 @@ def draw_normals(key: bytes, counter: int, std: float, out: Tensor) -> None:
 
 @lru_cache(maxsize=1)
 def _library() -> NativeLibrary | None:
+    """The C++ loop; None where there is none, or where it does not give the numbers of torch.
+
+    Guarantee: a compiler that erred, or a file that something else has replaced, never makes the noise of a run.
+    """
     try:
-        return NativeLibrary(native_library.build(_SOURCES, ("-march=native", *_WIDE), what="noise kernel"))
+        library = NativeLibrary(native_library.build(_SOURCES, ("-march=native", *_WIDE), what="noise kernel"))
+        own, torchs = (torch.empty(_PROBED * GROUP, dtype=torch.float32, device="cpu") for _ in range(2))
+        for source, out in ((library, own), (None, torchs)):
+            _draw(source, bytes(range(32)), _COUNTERS - BLOCKS, 0.75, out)  # the counter wraps in the second group
     except Exception:  # no compiler, no OpenMP, an odd platform: torch gives the same numbers
         return None
+    return library if torch.equal(own, torchs) else None
 
 
 def _encrypt(key: bytes, counter: int, room: memoryview) -> None:

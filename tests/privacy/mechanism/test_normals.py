@@ -230,3 +230,19 @@ def test_default_device_and_inference_mode_do_not_matter(way: str) -> None:
         out = torch.empty(2 * GROUP, device="cpu")
         draw_normals(KEY, 0, 1.0, out)
     assert torch.equal(out, drawn(2))
+
+
+class WithoutNoise(NativeLibrary):
+    """A library that something has replaced, or that a compiler got wrong."""
+
+    def __call__(self, function: str, *arguments: Any) -> None:
+        out = arguments[-1]
+        assert isinstance(out, Tensor)
+        out.zero_()
+
+
+def test_a_library_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(native()._functions._name)
+    assert native() is not None
+    monkeypatch.setattr(normals, "NativeLibrary", lambda built: WithoutNoise(path))
+    assert _library.__wrapped__() is None
