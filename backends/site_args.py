@@ -20,7 +20,17 @@ from torch import fx
 
 from dpquant_compile.errors import OperatorArgumentError, listing
 
-__all__ = ["Signature", "SiteArgs", "by_name", "grads_in_order", "in_order", "named_args", "signature_of", "site_args"]
+__all__ = [
+    "Signature",
+    "SiteArgs",
+    "by_name",
+    "call_operator",
+    "grads_in_order",
+    "in_order",
+    "named_args",
+    "signature_of",
+    "site_args",
+]
 
 
 class SiteArgs:
@@ -96,6 +106,14 @@ def named_args(target: Any, args: Sequence[Any]) -> SiteArgs:
 def in_order(target: Any, **values: Any) -> tuple[Any, ...]:
     """The flat tuple of arguments that calls `target` with these values."""
     return tuple(signature_of(target).bind((), values).values())
+
+
+def call_operator(graph: fx.Graph, target: Any, **values: Any) -> fx.Node:
+    """A call of an operator by named arguments, at the place of insertion, with the value that its fake gives."""
+    args = in_order(target, **values)
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
+    return node
 
 
 def grads_in_order(target: Any, **grads: Any) -> tuple[Any, ...]:

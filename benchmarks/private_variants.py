@@ -68,12 +68,18 @@ def operator(inputs: int, outputs: int) -> Any:
     if not hasattr(torch.ops.variant, name):
         given = ", ".join(f"Tensor t{i}" for i in range(inputs))
         _LIBRARY.define(f"{name}({given}, int number) -> {'Tensor' if outputs == 1 else '(Tensor, Tensor)'}")
-        _LIBRARY.impl(name, lambda *args: _CALLS[args[-1]](*args[:-1]), "CPU")
-        torch.library.register_fake(f"variant::{name}", lambda *args: _fake(args[-1]), lib=_LIBRARY)
+        _LIBRARY.impl(name, _run, "CPU")
+        torch.library.register_fake(f"variant::{name}", _fake, lib=_LIBRARY)
     return getattr(torch.ops.variant, name).default
 
 
-def _fake(number: int) -> Any:
+def _run(*given: Any) -> Any:
+    *tensors, number = given
+    return _CALLS[number](*tensors)
+
+
+def _fake(*given: Any) -> Any:
+    *_, number = given
     return fx.node.map_aggregate(_FAKES[number], lambda value: torch.empty_like(cast(Tensor, value)))
 
 

@@ -19,13 +19,7 @@ from torch.nn import functional as F
 
 from dpquant_compile.errors import PrivacySpecError
 
-__all__ = [
-    "CausalLMLoss",
-    "OnField",
-    "SequenceClassificationLoss",
-    "TokenClassificationLoss",
-    "on_field",
-]
+__all__ = ["CausalLMLoss", "OnField", "SequenceClassificationLoss", "TokenClassificationLoss", "on_field"]
 
 REDUCTIONS = ("mean", "sum", "none")
 _IGNORED = -100  # never a class, whatever else is ignored

@@ -1,14 +1,14 @@
 """Make a group norm, the map that is added to it and the ReLU behind them one operator, forward and backward."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from dpquant_compile.backends.site_args import in_order, site_args
+from dpquant_compile.backends.site_args import call_operator, site_args
 from dpquant_compile.passes.private.pack_relu_masks import is_zeroing
 from dpquant_compile.passes.runner import PassResult
 
@@ -97,12 +97,12 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
 def _fuse(graph: fx.Graph, place: _Place) -> None:
     given, back = vars(site_args(place.norm)), vars(site_args(place.grad))
     with graph.inserting_before(place.relu):
-        norm = _call(graph, _NORM, **{**given, "other": place.other, "relu": True})
+        norm = call_operator(graph, _NORM, **{**given, "other": place.other, "relu": True})
         z, mean, rstd, bits = (_part(graph, norm, i) for i in range(4))
     shared = [user for user in place.where.users if user is not place.grad]
     with graph.inserting_before(place.where):
         own = {"grad": place.where.args[2], "bits": bits, "mean": mean, "rstd": rstd, "other": bool(shared)}
-        grad = _call(graph, _GRAD, **{**back, **own})
+        grad = call_operator(graph, _GRAD, **{**back, **own})
         if shared:
             place.where.replace_all_uses_with(_part(graph, grad, 3), delete_user_cb=lambda user: user is not place.grad)
     place.grad.replace_all_uses_with(grad)
@@ -114,10 +114,3 @@ def _part(graph: fx.Graph, node: fx.Node, place: int) -> fx.Node:
     part = graph.call_function(operator.getitem, (node, place))
     part.meta["val"] = node.meta["val"][place]
     return part
-
-
-def _call(graph: fx.Graph, target: Callable[..., Any], **values: Any) -> fx.Node:
-    args = in_order(target, **values)
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
-    return node

@@ -4,7 +4,6 @@ For ReLUs whose mask `recompute_relu_masks` cannot compute from other maps. Betw
 loop that Inductor could hardly fuse with others.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 from dpquant_compile.backends.ops.relu_bits import can_pack
-from dpquant_compile.backends.site_args import in_order, site_args
+from dpquant_compile.backends.site_args import call_operator, site_args
 from dpquant_compile.passes.private.free_saved_inputs import sites_reading, users_of
 from dpquant_compile.passes.private.joint_facts import facts_of, keep_facts, outputs_of
 from dpquant_compile.passes.private.recompute_relu_masks import depends_on_gradients, masks_of
@@ -65,20 +64,13 @@ def is_zeroing(node: fx.Node, mask: fx.Node, relu: fx.Node) -> bool:
 
 def _replace(graph: fx.Graph, relu: fx.Node, mask: fx.Node, policy: Any, sites: list[int]) -> fx.Node:
     with graph.inserting_after(relu):
-        bits = _call(graph, _OPS.positive_bits.default, x=relu, policy=policy, sites=sites)
+        bits = call_operator(graph, _OPS.positive_bits.default, x=relu, policy=policy, sites=sites)
     for where in list(mask.users):
         with graph.inserting_before(where):
-            grad = _call(
+            grad = call_operator(
                 graph, _OPS.relu_grad.default, x=relu, bits=bits, grad=where.args[2], policy=policy, sites=sites
             )
         where.replace_all_uses_with(grad)
         graph.erase_node(where)
     graph.erase_node(mask)
     return bits
-
-
-def _call(graph: fx.Graph, target: Callable[..., Any], **values: Any) -> fx.Node:
-    args = in_order(target, **values)
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
-    return node
