@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import KernelError, RegistryError, listing
+from dpquant_compile.numerics.hadamard import rotate_features
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
@@ -141,6 +142,7 @@ class Kernel:
     priority   "auto" takes the highest that supports the call
     note       one line for `explain()`
     dtypes     of weights that its arithmetic computes with; it leaves others to that of its reference. None: all
+    rotate     `rotate_features` of numerics/hadamard.py, with the same bits
     """
 
     backend: str
@@ -151,6 +153,7 @@ class Kernel:
     priority: int
     note: str
     dtypes: tuple[torch.dtype, ...] | None = None
+    rotate: Callable[[Tensor], Tensor] = rotate_features
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
 from dpquant_compile.backends.scratch import scratch
+from dpquant_compile.numerics.hadamard import rotate_features, rotation_block
 from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import from_samples, to_samples
 from dpquant_compile.numerics.random_bits import ROLES, fold_int
@@ -305,6 +306,17 @@ def _supports(call: SiteCall, device: torch.device) -> str | None:
     return build.unavailable()
 
 
+def rotate(x: Tensor) -> Tensor:
+    """`rotate_features` in one pass over memory."""
+    block = rotation_block(x.shape[-1])
+    if x.dtype != torch.float32 or not block:
+        return rotate_features(x)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    build.load()("rotate", x, x.numel() // block, block, out)
+    return out
+
+
 CPU_INT8 = register_kernel(
     Kernel(
         backend="cpu_int8",
@@ -315,5 +327,6 @@ CPU_INT8 = register_kernel(
         priority=20,
         note="exact int8 products",
         dtypes=(torch.float32,),
+        rotate=rotate,
     )
 )

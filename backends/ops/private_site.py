@@ -29,7 +29,8 @@ from dpquant_compile.backends.ops.site import (
 )
 from dpquant_compile.backends.reference.clipped_site import ClippedSite, FullSite, site_at
 from dpquant_compile.backends.reference.per_sample import squares, wide_dtype
-from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams
+from dpquant_compile.backends.rotated_site import arithmetic_of
 from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
 from dpquant_compile.numerics.recipe import Precision
 
@@ -75,7 +76,7 @@ def channels_last(op: str) -> torch.memory_format:
 
 def pack_weight(weight: Tensor, keys: Tensor, call: SiteCall, precision: int) -> Tensor:
     """The weight as the products of this step take it; where they take it as it is, what stands in for it."""
-    chosen, running = choose_kernel(call, weight.device).kernel.arithmetic, call.running(precision)
+    chosen, running = arithmetic_of(call, weight.device), call.running(precision)
     if running is None:
         return chosen.empty_packed(weight.detach(), call)
     with torch.no_grad():
@@ -94,7 +95,7 @@ class _Static:
     def __init__(self, spec: SiteCall, device: torch.device) -> None:
         self.spec, self.layout = spec, channels_last(spec.op)
         self.running = tuple(spec.running(precision) for precision in Precision)
-        self.kernel = choose_kernel(spec, device).kernel.arithmetic
+        self.kernel = arithmetic_of(spec, device)
         self._shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], Shapes] = {}
 
     def shapes(self, x: tuple[int, ...], weight: tuple[int, ...]) -> Shapes:
@@ -278,14 +279,14 @@ def embedding_products(
 @define_fake("packed_weight")
 def _fake_packed(weight: Tensor, rest: Mapping[str, Any]) -> Tensor:
     call = call_of(rest)
-    return choose_kernel(call, weight.device).kernel.arithmetic.empty_packed(weight, call)
+    return arithmetic_of(call, weight.device).empty_packed(weight, call)
 
 
 @define_fake("round_operand")
 def _fake_operand(x: Tensor, role: str, rest: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     spec = call_of(rest)
     axis = spec.axis if role == "input" else spec.output_axis
-    kernel = choose_kernel(spec, x.device).kernel.arithmetic
+    kernel = arithmetic_of(spec, x.device)
     codes, unit = kernel.empty_operand(x, spec, x.shape[axis.dim] // (axis.outer * axis.inner))
     return codes, unit
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.backends.reference.products import Products, products_at
-from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.registry import Arithmetic, SiteCall, Streams
+from dpquant_compile.backends.rotated_site import arithmetic_of
 from dpquant_compile.backends.site_args import Signature, by_name, grads_in_order, named_args, signature_of
 from dpquant_compile.errors import KernelError
 from dpquant_compile.numerics.recipe import Recipe
@@ -143,7 +144,7 @@ def _running(policy: Tensor, call: SiteCall, device: torch.device) -> _Running:
     running, products = call.running(precision), products_at(precision)
     if running is None:
         return _Running(call, None, products)
-    return _Running(running, choose_kernel(call, device).kernel.arithmetic, products)
+    return _Running(running, arithmetic_of(call, device), products)
 
 
 def streams_of(keys: Tensor, samples: Tensor, x: Tensor, axis: BatchAxis) -> Streams:

@@ -25,6 +25,7 @@ from dpquant_compile.backends.ops.site import (
 from dpquant_compile.backends.reference.emulated import REFERENCE_SITE, EmulatedSite
 from dpquant_compile.backends.reference.products import Products, full_forward, full_grad_input, full_grad_params
 from dpquant_compile.backends.registry import SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.rotated_site import turned
 from dpquant_compile.backends.site_args import Signature, by_name
 from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.recipe import Precision, Recipe
@@ -39,7 +40,9 @@ def round_weight(weight: Tensor, keys: Tensor, site: int, recipe: str) -> Tensor
     spec = SiteCall("linear", Recipe.parse(recipe), BatchAxis(0), BatchAxis(0), None, site, 0)
     chosen = choose_kernel(spec, weight.device).kernel.arithmetic
     emulated = chosen if isinstance(chosen, EmulatedSite) else REFERENCE_SITE
-    return emulated.weight(weight, spec, Streams(keys, keys.new_zeros(0))).contiguous()
+    return emulated.weight(
+        turned(weight, spec) if weight.dim() == 2 else weight, spec, Streams(keys, keys.new_zeros(0))
+    ).contiguous()
 
 
 @round_weight.register_fake
@@ -134,12 +137,13 @@ class _LowPrecisionSite(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keys: Tensor, samples: Tensor, spec: SiteCall
     ) -> Tensor:
         streams = streams_of(keys, samples, x, spec.axis)
+        ctx.layout, x = layout_of(spec.op, x), turned(x, spec)
         rounded = _SEALED_SITE.input(x, spec, streams)
         rounded_weight = torch.ops.dpquant.round_weight(weight, keys, spec.site, str(spec.recipe))
         # Of most recipes it is the same tensor, traced once.
         summed = _SEALED_SITE.summed(x, "input", spec, streams) if spec.recipe.hadamard else rounded
         ctx.save_for_backward(summed, rounded_weight, keys, samples)
-        ctx.spec, ctx.layout = spec, layout_of(spec.op, x)
+        ctx.spec = spec
         with plain_dtypes(x):
             y = _SEALED_SITE.rounded_product(rounded, rounded_weight, bias, spec, streams)
         return y.contiguous(memory_format=ctx.layout)
@@ -152,7 +156,8 @@ class _LowPrecisionSite(torch.autograd.Function):
         grad = _SEALED_SITE.grad(grads[0], spec, streams)
         dx = dw = db = None
         if need_x:
-            dx = _SEALED_SITE.rounded_grad_input(grad, x, weight, spec, streams).contiguous(memory_format=ctx.layout)
+            dx = turned(_SEALED_SITE.rounded_grad_input(grad, x, weight, spec, streams), spec)
+            dx = dx.contiguous(memory_format=ctx.layout)
         if need_weight and spec.recipe.hadamard:
             grad = _SEALED_SITE.summed(grads[0], "grad_output", spec, streams)
         if need_weight and spec.recipe.outputs == "all":
@@ -160,7 +165,7 @@ class _LowPrecisionSite(torch.autograd.Function):
                 grad=grad, x=x, weight=weight, keys=keys, samples=samples, **static_arguments(spec)
             )
         elif need_weight:
-            dw = _SEALED_SITE.rounded_grad_weight(grad, x, weight, spec, streams)
+            dw = turned(_SEALED_SITE.rounded_grad_weight(grad, x, weight, spec, streams), spec)
         if need_bias:
             db = bias_grad(grads[0], spec)
         return dx, dw, db, None, None, None

@@ -13,6 +13,7 @@ __all__ = ["DEFAULT_RECIPE", "HIGH", "Outputs", "Precision", "Recipe", "get_reci
 Outputs = Literal["none", "flow", "all"]
 
 HIGH = ("float32", "bfloat16", "int8")  # what sites that are not low may run in
+_TRANSFORMS = ("hadamard", "rotated")  # the words of `str(recipe)` behind the operands
 
 
 class Precision(IntEnum):
@@ -38,6 +39,8 @@ class Recipe:
                input and output gradient; "all": the weight gradient of each sample as well, like the output gradient
     hadamard   whether the operands of a linear's weight gradient are rounded after a Hadamard transform along the
                places of a sample, which spreads outliers; see `numerics/hadamard.py`
+    rotated    whether input and weight of a linear are rounded after a Hadamard transform along its features, which
+               spreads features that are much larger than others; needs `outputs="none"`
     backend    "auto", or the name of one family of kernels
     high       what a site runs in while the policy does not have it in low precision: "float32", as the model is;
                "bfloat16", where output and input gradient come of operands rounded to it, and all else is as with
@@ -52,6 +55,7 @@ class Recipe:
     grad_output: OperandSpec = OperandSpec("int4", "stochastic", "channel")  # noqa: RUF009
     outputs: Outputs = "none"
     hadamard: bool = False
+    rotated: bool = False
     backend: str = "auto"
     high: str = "float32"
 
@@ -64,8 +68,14 @@ class Recipe:
         backend: Any = self.backend
         if not isinstance(backend, str) or not backend or "/" in backend:  # it is part of str(self)
             raise CompileSpecError(f"backend={self.backend!r} is no name of a backend")
-        if not isinstance(self.hadamard, bool):
-            raise CompileSpecError(f"hadamard={self.hadamard!r} is not True or False")
+        for name in _TRANSFORMS:
+            if not isinstance(getattr(self, name), bool):
+                raise CompileSpecError(f"{name}={getattr(self, name)!r} is not True or False")
+        if self.rotated and self.outputs != "none":
+            raise CompileSpecError(
+                f"quantize_outputs={self.outputs!r}: results of rotated operands would be rounded before they are "
+                "rotated back. Use quantize_outputs='none', or a recipe with rotated=False"
+            )
         if self.high not in HIGH:
             raise CompileSpecError(f"high={self.high!r} is none of {', '.join(map(repr, HIGH))}")
 
@@ -88,9 +98,8 @@ class Recipe:
     def numbers(self) -> str:
         """The operands in one word, without outputs and backend."""
         alike = len(set(self.operands)) == 1
-        return (str(self.input) if alike else ",".join(map(str, self.operands))) + (
-            "+hadamard" if self.hadamard else ""
-        )
+        transforms = "".join(f"+{name}" for name in _TRANSFORMS if getattr(self, name))
+        return (str(self.input) if alike else ",".join(map(str, self.operands))) + transforms
 
     @property
     def other(self) -> Precision:
@@ -147,16 +156,17 @@ class Recipe:
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Recipe:
     numbers, *rest = text.split("/")
-    words, plus, transform = numbers.partition("+")
+    words, *transforms = numbers.split("+")
     specs = [OperandSpec.parse(word) for word in words.split(",")]
-    if len(specs) not in (1, 3) or len(rest) > 3 or transform != ("hadamard" if plus else ""):
+    known = [name for name in _TRANSFORMS if name in transforms]
+    if len(specs) not in (1, 3) or len(rest) > 3 or transforms != known:
         raise CompileSpecError(
             f"{text!r} is no recipe: write one operand for all, or input, weight and output gradient with commas "
             "between them, such as 'int4.nearest,int4.nearest,luq_fp4'"
         )
     first, second, third = specs * 3 if len(specs) == 1 else specs
-    given = dict(zip(("outputs", "backend", "high"), rest, strict=False))
-    return Recipe(first, second, third, hadamard=transform == "hadamard", **cast(dict[str, Any], given))
+    given: dict[str, Any] = dict(zip(("outputs", "backend", "high"), rest, strict=False))
+    return Recipe(first, second, third, **given, **cast(dict[str, Any], dict.fromkeys(known, True)))
 
 
 @lru_cache(maxsize=256)

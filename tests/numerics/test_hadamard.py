@@ -1,9 +1,9 @@
-"""The Hadamard transform: orthogonal along the places of a sample, for any number of them."""
+"""Hadamard transforms: orthogonal along the places of a sample, for any number of them, and along features."""
 
 import pytest
 import torch
 
-from dpquant_compile.numerics.hadamard import transform_places
+from dpquant_compile.numerics.hadamard import rotate_features, rotation_block, transform_places
 from tests.support.quantizers import normal
 
 
@@ -27,3 +27,30 @@ def test_an_outlier_is_spread() -> None:
 
 def test_no_places() -> None:
     assert transform_places(torch.zeros(2, 0, 3)).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("features", [16, 48, 64, 384])
+def test_features_are_rotated_by_a_symmetric_orthogonal_matrix(features: int) -> None:
+    matrix = rotate_features(torch.eye(features, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix, torch.eye(features, dtype=torch.float64))
+    assert torch.equal(matrix, matrix.t())
+    block = rotation_block(features)
+    assert torch.equal(matrix[0, :block], torch.full((block,), block**-0.5, dtype=torch.float64))
+    assert (matrix[0, block:] == 0).all(), "blocks are apart"
+    x = normal(2, 3, features)
+    torch.testing.assert_close(rotate_features(x), x @ matrix.float())
+
+
+@pytest.mark.parametrize(
+    ("features", "block"), [(0, 0), (1, 0), (8, 0), (16, 16), (32, 16), (64, 64), (100, 0), (576, 64)]
+)
+def test_blocks_of_features(features: int, block: int) -> None:
+    assert rotation_block(features) == block
+    if not block:
+        x = normal(2, features)
+        assert torch.equal(rotate_features(x), x)
+
+
+def test_places_are_rotated_apart() -> None:
+    x = normal(4, 5, 64)
+    assert torch.equal(rotate_features(x)[2, 3:4], rotate_features(x[2, 3:4]))

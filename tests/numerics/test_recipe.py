@@ -79,6 +79,18 @@ def test_a_recipe_is_read_back_from_its_print(name: str, high: str) -> None:
     assert "\n" not in str(recipe) and " " not in str(recipe)
 
 
+def test_transforms_stand_behind_the_operands() -> None:
+    for text, hadamard, rotated in (
+        ("+hadamard", True, False),
+        ("+rotated", False, True),
+        ("+hadamard+rotated", True, True),
+    ):
+        recipe = Recipe.parse(f"int8.nearest{text}")
+        assert (recipe.hadamard, recipe.rotated) == (hadamard, rotated) and str(
+            recipe
+        ) == f"int8.nearest{text}/none/auto"
+
+
 def test_named_recipes_are_what_they_say() -> None:
     printed = {name: str(get_recipe(name)) for name in recipe_names()}
     assert printed == {
@@ -113,7 +125,16 @@ def test_a_format_for_all_operands_does_not_pass_for_the_recipe_of_its_name() ->
 
 
 @pytest.mark.parametrize(
-    "text", ["int4,int4", "int4,int4,int4,int4", "int4+fourier", "int4+", "int4/none/auto/int8/more"]
+    "text",
+    [
+        "int4,int4",
+        "int4,int4,int4,int4",
+        "int4+fourier",
+        "int4+",
+        "int4+rotated+hadamard",
+        "int4+rotated+rotated",
+        "int4/none/auto/int8/more",
+    ],
 )
 def test_what_is_no_recipe_is_refused(text: str) -> None:
     with pytest.raises(CompileSpecError, match="is no recipe: write one operand for all"):
@@ -134,7 +155,9 @@ def test_a_recipe_is_frozen_and_checked() -> None:
     with pytest.raises(FrozenInstanceError):
         Recipe().outputs = "all"  # type: ignore[misc]
     for wrong, message in (({"outputs": "some"}, "quantize_outputs='some'"), ({"high": "fp8"}, "high='fp8'"),
-                           ({"hadamard": 1}, "hadamard=1"), ({"backend": "a/b"}, "backend='a/b'"),
+                           ({"hadamard": 1}, "hadamard=1"), ({"rotated": 1}, "rotated=1"),
+                           ({"rotated": True, "outputs": "flow"}, "before they are rotated back"),
+                           ({"backend": "a/b"}, "backend='a/b'"),
                            ({"backend": 3}, "backend=3")):  # fmt: skip
         with pytest.raises(CompileSpecError, match=message):
             Recipe(**wrong)  # type: ignore[arg-type]

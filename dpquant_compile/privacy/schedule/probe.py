@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpquant_compile import pipeline
 from dpquant_compile.backends.ops.site import output_shape, plain_dtypes
 from dpquant_compile.backends.reference.clipped_site import site_at
-from dpquant_compile.backends.registry import Shapes, SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.registry import Shapes, SiteCall, Streams
+from dpquant_compile.backends.rotated_site import arithmetic_of
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, fold
 from dpquant_compile.numerics.recipe import Precision, Recipe
@@ -248,7 +249,7 @@ class _Run(fx.Interpreter):
         call = call_at(node, row, self._recipe)
         spec = call.running(precision)
         x, weight, bias = self.fetch_args_kwargs_from_env(node)[0][:3]
-        kernel = choose_kernel(call, x.device).kernel.arithmetic
+        kernel = arithmetic_of(call, x.device)
         with plain_dtypes(x):
             x = x.to(weight.dtype)
             if spec is None:
