@@ -70,7 +70,8 @@ class CompileSpec:
                 continue
             if own != plain:
                 raise CompileSpecError(f"recipe={str(recipe)!r} sets {word}={own!r}; {word}={value!r} contradicts it")
-            chosen = replace(chosen, **cast(dict[str, Any], {key: value}))
+            turn = {"rotated": False} if key == "outputs" else {}  # rotated results cannot be rounded, see `Recipe`
+            chosen = replace(chosen, **cast(dict[str, Any], {key: value, **turn}))
         if inner is None:
             inner = "eager" if chosen.backend == "reference" else "inductor"
         return CompileSpec(budget, chosen, seed, quantize_eval, inner)

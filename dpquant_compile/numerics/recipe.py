@@ -46,8 +46,8 @@ class Recipe:
                "bfloat16", where output and input gradient come of operands rounded to it, and all else is as with
                "float32"; or the recipe "int8"
 
-    `str(recipe)` ("int4.nearest.channel,int4.nearest.block,int4.channel/none/auto"; a single word where all operands
-    are alike) stands in the graph, and `Recipe.parse` reads it back.
+    `str(recipe)` ("int4.nearest.channel,int4.nearest.block,int4.channel+rotated/none/auto"; a single word where all
+    operands are alike) stands in the graph, and `Recipe.parse` reads it back.
     """
 
     input: OperandSpec = OperandSpec("int4", "nearest", "channel")  # noqa: RUF009  (frozen)
@@ -55,7 +55,7 @@ class Recipe:
     grad_output: OperandSpec = OperandSpec("int4", "stochastic", "channel")  # noqa: RUF009
     outputs: Outputs = "none"
     hadamard: bool = False
-    rotated: bool = False
+    rotated: bool = True
     backend: str = "auto"
     high: str = "float32"
 
@@ -83,7 +83,7 @@ class Recipe:
     def of_format(format: "str | OperandSpec", outputs: Outputs = "none") -> "Recipe":
         """One format for all operands."""
         spec = operand_spec(format)
-        return Recipe(spec, spec, spec, outputs=outputs)
+        return Recipe(spec, spec, spec, outputs=outputs, rotated=False)
 
     @property
     def operands(self) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
@@ -166,7 +166,8 @@ def _parse(text: str) -> Recipe:
         )
     first, second, third = specs * 3 if len(specs) == 1 else specs
     given: dict[str, Any] = dict(zip(("outputs", "backend", "high"), rest, strict=False))
-    return Recipe(first, second, third, **given, **cast(dict[str, Any], dict.fromkeys(known, True)))
+    transforms: dict[str, Any] = {name: name in known for name in _TRANSFORMS}
+    return Recipe(first, second, third, **given, **transforms)
 
 
 @lru_cache(maxsize=256)
@@ -211,8 +212,8 @@ def recipe_names() -> tuple[str, ...]:
 DEFAULT_RECIPE = "int4"
 register_recipe(DEFAULT_RECIPE, Recipe())
 # Weights are a few percent of the bytes, and what four bits cost most in.
-register_recipe("int4_w8", Recipe.parse("int4.nearest.channel,int8.nearest,int4.channel"))
-register_recipe("int8", Recipe.parse("int8.nearest"))
+register_recipe("int4_w8", Recipe.parse("int4.nearest.channel,int8.nearest,int4.channel+rotated"))
+register_recipe("int8", Recipe.parse("int8.nearest+rotated"))
 # As the authors of LUQ train: logarithmic levels for gradients alone.
 register_recipe("luq", Recipe.parse("int4.nearest,int4.nearest,luq_fp4"))
 register_recipe("nvfp4", Recipe.parse("fp4_e2m1_nv.nearest,fp4_e2m1_nv.nearest,fp4_e2m1_nv+hadamard"))

@@ -22,14 +22,14 @@ struct Problem {
 };
 
 struct Shape : Problem {
-  int64_t terms, columns, rows, steps, blocks;  // of one group: input channels, taps × channels, features
+  int64_t terms, columns, rows, steps, blocks, tiles;  // of one group: input channels, taps × channels, features
   explicit Shape(const int64_t* given) {
     std::memcpy(static_cast<Problem*>(this), given, sizeof(Problem));
     terms = channels / groups, columns = taps * terms, rows = features / groups;
     steps = (pixels + 3) / 4;
-    if (steps == 3) steps = DEEP;  // `weigh` has 1, 2 and 4
-    blocks = (columns + NR - 1) / NR;
+    blocks = (columns + NR - 1) / NR, tiles = (rows + MR - 1) / MR;
   }
+  int64_t sample() const { return tiles * steps * MR * 4; }  // bytes of a sample's output gradients, see `by_tile`
 };
 
 // NR columns (tap, channel) of one sample's unfolded input: a panel whose contraction runs over pixels.
@@ -65,7 +65,8 @@ void unfold(const Shape& s, const uint8_t* x, const int32_t* source, int64_t g, 
   }
 }
 
-// Calls use(first row of a tile, valid rows, exact sums) for one block of columns of one sample's gradient.
+// Calls use(first row of a tile, valid rows, exact sums) for one block of columns of one sample's gradient, whose rows
+// are those of `by_tile`.
 template <class Use>
 void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use) {
   const int depth = safe_depth(panel, s.steps, int(s.d_largest));
@@ -74,27 +75,33 @@ void gradient(const Shape& s, const uint8_t* rows, const int8_t* panel, Use use)
   const uint8_t* at[MR];
   Tile tile;
   for (int64_t r = 0; r < s.rows; r += MR) {
-    for (int i = 0; i < MR; i++) at[i] = rows + std::min(r + i, s.rows - 1) * 4;
-    multiply<0>(tile, {at, &panel, 1, s.steps, 4 * s.rows}, depth);
+    for (int i = 0; i < MR; i++) at[i] = rows + r * s.steps * 4 + i * 4;
+    multiply<4 * MR>(tile, {at, &panel, 1, s.steps, 4 * MR}, depth);
     for (int i = 0; i < MR; i++)
       for (int n = 0; n < NR; n++) tile.sum[i][n] -= offset[n];
     use(r, int(std::min<int64_t>(MR, s.rows - r)), tile);
   }
 }
 
-// One group of the output gradients, [batch][steps][features][4]: four pixels of a feature side by side.
-std::unique_ptr<uint8_t[]> interleaved(const Shape& s, const uint8_t* d, int64_t g, int threads) {
-  const int64_t size = s.steps * s.rows * 4;
-  std::unique_ptr<uint8_t[]> all(new uint8_t[s.batch * size + SLACK_BYTES]);
+// One group of the output gradients, [batch][tiles][steps][MR][4]: four pixels of a feature side by side, and what a tile
+// reads in one piece. Rows past the last are not zeros, but nobody reads their sums.
+std::unique_ptr<uint8_t[]> by_tile(const Shape& s, const uint8_t* d, int64_t g, int threads) {
+  std::unique_ptr<uint8_t[]> all(new uint8_t[s.batch * s.sample() + SLACK_BYTES]);
   const std::vector<uint8_t> padding(s.rows, uint8_t(s.d_zero));
-#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
-  for (int64_t b = 0; b < s.batch; b++)
-    for (int64_t k = 0; k < s.steps; k++) {
-      const uint8_t* rows[4];
-      for (int i = 0; i < 4; i++)
-        rows[i] = 4 * k + i < s.pixels ? d + (b * s.pixels + 4 * k + i) * s.features + g * s.rows : padding.data();
-      interleave(rows, s.rows, all.get() + b * size + k * s.rows * 4);
-    }
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<uint8_t> line(s.tiles * MR * 4);
+#pragma omp for schedule(static)
+    for (int64_t b = 0; b < s.batch; b++)
+      for (int64_t k = 0; k < s.steps; k++) {
+        const uint8_t* rows[4];
+        for (int i = 0; i < 4; i++)
+          rows[i] = 4 * k + i < s.pixels ? d + (b * s.pixels + 4 * k + i) * s.features + g * s.rows : padding.data();
+        interleave(rows, s.rows, line.data());
+        uint8_t* to = all.get() + b * s.sample() + k * MR * 4;
+        for (int64_t t = 0; t < s.tiles; t++) std::memcpy(to + t * s.steps * MR * 4, line.data() + t * MR * 4, MR * 4);
+      }
+  }
   return all;
 }
 
@@ -145,23 +152,42 @@ std::vector<std::vector<Run>> runs(const Shape& s, const int32_t* source) {
   return all;
 }
 
-// Samples whose short contractions are weighed together.
+// Samples that are weighed together, as many as stay in cache: a tile's weighted sum is read and written once for all.
 struct Batch {
-  int64_t size, count = 0;
+  static constexpr int64_t BYTES = 1 << 18;
+  int64_t size, most, count = 0;
   std::vector<int8_t> panels;
   std::vector<int32_t> offsets;
   std::vector<float> factors;
   std::vector<int64_t> samples;
 
-  Batch(int64_t most, int64_t size)
-      : size(size), panels(most * size), offsets(most * NR), factors(most), samples(most) {}
+  explicit Batch(const Shape& s)
+      : size(s.steps * STEP), most(std::min(s.batch, std::max<int64_t>(1, BYTES / std::max<int64_t>(1, size)))),
+        panels(most * size), offsets(most * NR), factors(most), samples(most) {}
 
-  int8_t* panel(int64_t i) { return panels.data() + i * size; }
+  int8_t* next() { return panels.data() + count * size; }
 
+  // The panel that was written to `next`.
   void add(const Shape& s, int64_t sample, float factor) {
-    zero_product(panel(count), s.steps, int(s.d_zero), offsets.data() + count * NR);
+    int32_t* offset = offsets.data() + count * NR;
+    zero_product(next(), s.steps, int(s.d_zero), offset);
+    for (int n = 0; n < NR; n++) offset[n] = -offset[n];
     factors[count] = factor, samples[count] = sample;
     count++;
+  }
+
+  // total += what they make of the output gradients `rows`, see `by_tile`
+  void weigh_into(const Shape& s, const uint8_t* rows, float* total) {
+    for (int64_t t = 0; t < s.tiles && count; t++) {
+      const Weighted w{rows + t * s.steps * MR * 4, s.sample(),     panels.data(), offsets.data(),
+                       factors.data(),              samples.data(), count,         s.steps};
+      float(*sum)[NR] = reinterpret_cast<float(*)[NR]>(total + t * MR * NR);
+      if (s.steps == 1) weigh<1>(sum, w);
+      else if (s.steps == 2) weigh<2>(sum, w);
+      else if (s.steps == DEEP) weigh<DEEP>(sum, w);
+      else weigh<0>(sum, w);
+    }
+    count = 0;
   }
 };
 
@@ -194,7 +220,7 @@ void dpq_norms_direct(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
   const Shape s(shape);
   std::fill_n(norms, s.batch, 0.0);
   for (int64_t g = 0; g < s.groups; g++) {
-    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
+    const std::unique_ptr<uint8_t[]> rows = by_tile(s, d, g, threads);
 #pragma omp parallel num_threads(threads)
     {
       std::vector<int8_t> panel(s.steps * STEP);
@@ -203,7 +229,7 @@ void dpq_norms_direct(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
         double total = 0.0;
         for (int64_t block = 0; block < s.blocks; block++) {
           unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel.data());
-          gradient(s, rows.get() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t, int valid, const Tile& tile) {
+          gradient(s, rows.get() + b * s.sample(), panel.data(), [&](int64_t, int valid, const Tile& tile) {
             double part[NR] = {};
             for (int i = 0; i < valid; i++)
               for (int n = 0; n < NR; n++) part[n] += double(tile.sum[i][n]) * double(tile.sum[i][n]);
@@ -281,47 +307,39 @@ void dpq_weighted(const int64_t* shape, const uint8_t* x, const uint8_t* d, cons
                   const float* x_unit, const float* d_unit, float* out, int threads) {
   const Shape s(shape);
   const std::vector<float> scale = scales(s, factors, x_unit, d_unit);
-  const int64_t size = s.steps * STEP, next = s.rows * 4 * s.steps;
   for (int64_t g = 0; g < s.groups; g++) {
-    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
+    const std::unique_ptr<uint8_t[]> rows = by_tile(s, d, g, threads);
 #pragma omp parallel num_threads(threads)
     {
-      Batch quick(s.steps <= DEEP ? s.batch : 0, size), slow(1, size);
-      std::vector<float> total((s.rows + MR) * NR);
+      Batch together(s);
+      std::vector<float> total(s.tiles * MR * NR);
 #pragma omp for schedule(dynamic)
       for (int64_t block = 0; block < s.blocks; block++) {
         std::fill(total.begin(), total.end(), 0.0f);
-        quick.count = 0;
         for (int64_t b = 0; b < s.batch; b++) {
           const float factor = scale[b];
           if (factor != factor) continue;
-          int8_t* panel = s.steps <= DEEP ? quick.panel(quick.count) : slow.panel(0);
+          int8_t* panel = together.next();
           unfold(s, x + b * s.in_pixels * s.channels, source, g, block * NR, panel);
-          if (s.steps <= DEEP && s.steps <= safe_depth(panel, s.steps, int(s.d_largest))) {
-            quick.add(s, b, factor);
+          if (safe_depth(panel, s.steps, int(s.d_largest)) >= std::min<int64_t>(s.steps, DEEP)) {
+            together.add(s, b, factor);
+            if (together.count == together.most) together.weigh_into(s, rows.get(), total.data());
             continue;
           }
-          gradient(s, rows.get() + b * next, panel, [&](int64_t r, int, const Tile& tile) {
+          gradient(s, rows.get() + b * s.sample(), panel, [&](int64_t r, int, const Tile& tile) {
             float* to = total.data() + r * NR;
             for (int i = 0; i < MR; i++)
               for (int n = 0; n < NR; n++) to[i * NR + n] += factor * float(tile.sum[i][n]);
           });
         }
-        for (int64_t r = 0; r < s.rows && quick.count; r += MR) {
-          Weighted w{{}, next, 4 * s.rows, quick.panels.data(), quick.offsets.data(), quick.factors.data(),
-                     quick.samples.data(), quick.count};
-          for (int j = 0; j < MR; j++) w.rows[j] = rows.get() + std::min(r + j, s.rows - 1) * 4;
-          float sum[MR][NR];
-          std::memcpy(sum, total.data() + r * NR, sizeof sum);
-          if (s.steps == 1) weigh<1>(sum, w);
-          else if (s.steps == 2) weigh<2>(sum, w);
-          else weigh<DEEP>(sum, w);
-          std::memcpy(total.data() + r * NR, sum, sizeof sum);
-        }
-        for (int64_t n = 0; n < std::min<int64_t>(NR, s.columns - block * NR); n++) {
-          const int64_t tap = (block * NR + n) / s.terms, channel = (block * NR + n) % s.terms;
-          for (int64_t r = 0; r < s.rows; r++)
-            out[((g * s.rows + r) * s.terms + channel) * s.taps + tap] = total[r * NR + n];
+        together.weigh_into(s, rows.get(), total.data());
+        const int64_t width = std::min<int64_t>(NR, s.columns - block * NR);
+        int64_t place[NR];
+        for (int64_t n = 0; n < width; n++)
+          place[n] = (block * NR + n) % s.terms * s.taps + (block * NR + n) / s.terms;
+        for (int64_t r = 0; r < s.rows; r++) {
+          float* to = out + (g * s.rows + r) * s.columns;
+          for (int64_t n = 0; n < width; n++) to[place[n]] = total[r * NR + n];
         }
       }
     }
@@ -372,7 +390,7 @@ void dpq_sample_grads(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
                       const float* x_unit, const float* d_unit, float* out, int threads) {
   const Shape s(shape);
   for (int64_t g = 0; g < s.groups; g++) {
-    const std::unique_ptr<uint8_t[]> rows = interleaved(s, d, g, threads);
+    const std::unique_ptr<uint8_t[]> rows = by_tile(s, d, g, threads);
 #pragma omp parallel num_threads(threads)
     {
       std::vector<int8_t> panel(s.steps * STEP);
@@ -383,7 +401,7 @@ void dpq_sample_grads(const int64_t* shape, const uint8_t* x, const uint8_t* d, 
           const int64_t width = std::min<int64_t>(NR, s.columns - block * NR);
           const float unit = x_unit[b] * d_unit[b];
           float* first = out + (b * s.features + g * s.rows) * s.columns + block * NR;
-          gradient(s, rows.get() + b * s.rows * 4 * s.steps, panel.data(), [&](int64_t r, int valid, const Tile& tile) {
+          gradient(s, rows.get() + b * s.sample(), panel.data(), [&](int64_t r, int valid, const Tile& tile) {
             for (int i = 0; i < valid; i++)
               for (int64_t n = 0; n < width; n++)
                 first[(r + i) * s.columns + n] = unit * float(tile.sum[i][n]);

@@ -36,6 +36,10 @@ inline void store(void* p, Vector v) { _mm512_storeu_si512(p, v); }
 inline Vector add(Vector a, Vector b) { return _mm512_add_epi32(a, b); }
 inline Vector broadcast(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return _mm512_set1_epi32(v); }
 inline Vector dot(Vector acc, Vector u, Vector s) { return _mm512_dpbusd_epi32(acc, u, s); }
+inline void add_scaled(float* to, Vector v, float factor) {
+  const __m512 scaled = _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(v));
+  _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), scaled));
+}
 #define DPQ_DOT 1
 
 #elif defined(__AVX2__)
@@ -47,6 +51,10 @@ inline Vector load(const void* p) { return _mm256_loadu_si256(static_cast<const 
 inline void store(void* p, Vector v) { _mm256_storeu_si256(static_cast<Vector*>(p), v); }
 inline Vector add(Vector a, Vector b) { return _mm256_add_epi32(a, b); }
 inline Vector broadcast(const uint8_t* p) { int32_t v; std::memcpy(&v, p, 4); return _mm256_set1_epi32(v); }
+inline void add_scaled(float* to, Vector v, float factor) {
+  const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(v));
+  _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), scaled));
+}
 #if defined(__AVXVNNI__)
 constexpr const char* NAME = "AVX-VNNI";
 inline Vector dot(Vector acc, Vector u, Vector s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
@@ -67,6 +75,9 @@ inline Vector broadcast(const uint8_t* p) {
   int32_t v;
   std::memcpy(&v, p, 4);
   return {{v, v, v, v}};
+}
+inline void add_scaled(float* to, Vector v, float factor) {
+  for (int i = 0; i < LANES; i++) to[i] += factor * float(v.v[i]);
 }
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr const char* NAME = "NEON dot product";
@@ -140,6 +151,11 @@ struct Strip {
     rest.step(offset, b0, b1);
   }
   inline void write(int32_t (*sum)[NR]) const { store(*sum, c0), store(*sum + LANES, c1), rest.write(sum + 1); }
+  // sum += factor · (these + offsets)
+  inline void weigh(float (*sum)[NR], Vector o0, Vector o1, float factor) const {
+    add_scaled(*sum, add(c0, o0), factor), add_scaled(*sum + LANES, add(c1, o1), factor);
+    rest.weigh(sum + 1, o0, o1, factor);
+  }
 };
 
 template <>
@@ -147,6 +163,7 @@ struct Strip<0> {
   inline void begin(const uint8_t* const*) {}
   inline void step(int64_t, Vector, Vector) {}
   inline void write(int32_t (*)[NR]) const {}
+  inline void weigh(float (*)[NR], Vector, Vector, float) const {}
 };
 
 struct Sums : Strip<MR> {
@@ -214,6 +231,12 @@ struct Sums {
     store(sum[1], c10), store(sum[1] + LANES, c11);
     store(sum[2], c20), store(sum[2] + LANES, c21);
   }
+
+  inline void weigh(float (*sum)[NR], Vector o0, Vector o1, float factor) const {
+    add_scaled(sum[0], add(c00, o0), factor), add_scaled(sum[0] + LANES, add(c01, o1), factor);
+    add_scaled(sum[1], add(c10, o0), factor), add_scaled(sum[1] + LANES, add(c11, o1), factor);
+    add_scaled(sum[2], add(c20, o0), factor), add_scaled(sum[2] + LANES, add(c21, o1), factor);
+  }
 };
 
 #endif
@@ -255,31 +278,36 @@ inline void multiply(Tile& tile, const Parts& parts, int depth) {
   else multiply<1, fixed>(tile, parts);
 }
 
-// sum += factor · (rows · panel - offset) for several samples of a contraction of `steps` ≤ DEEP steps whose panels are
-// all safe for that depth: with so few products per sum, sums that went through memory would cost more than the products.
+// sum += factor · (rows · panel + offset) for several samples, whose panels are all safe for DEEP steps. A tile's exact
+// sums go from registers into the weighted ones: by way of memory they would cost as much as a short contraction.
 struct Weighted {
-  const uint8_t* rows[MR];  // of the first sample
-  int64_t next_rows;        // bytes to the rows of the next sample
-  int64_t stride;
-  const int8_t* panels;     // [samples][steps]
-  const int32_t* offsets;   // [samples][NR]
-  const float* factors;     // [samples]
-  const int64_t* samples;   // their numbers
-  int64_t count;
+  const uint8_t* rows;     // of the first sample: [steps][MR][4]
+  int64_t next_rows;       // bytes to the rows of the next sample
+  const int8_t* panels;    // [samples][steps]
+  const int32_t* offsets;  // [samples][NR]
+  const float* factors;    // [samples]
+  const int64_t* samples;  // their numbers
+  int64_t count, steps;
 };
 
-template <int steps>
-inline void weigh(float (&sum)[MR][NR], const Weighted& w) {
+// `fixed` is the number of steps where the compiler shall know it, else 0
+template <int fixed>
+inline void weigh(float (*sum)[NR], const Weighted& w) {
   for (int64_t i = 0; i < w.count; i++) {
+    const uint8_t* at[MR];
+    for (int r = 0; r < MR; r++) at[r] = w.rows + w.samples[i] * w.next_rows + 4 * r;
+    const int8_t* panel = w.panels + i * (fixed ? fixed : w.steps) * STEP;
     Sums sums;
-    sums.begin(w.rows);
-    sums.template advance<steps>(w.samples[i] * w.next_rows, w.stride, w.panels + i * steps * STEP);
-    Tile tile;
-    sums.write(tile.sum);
-    const float factor = w.factors[i];
+    sums.begin(at);
+    if (fixed) {
+      sums.template advance<fixed ? fixed : 1>(0, 4 * MR, panel);
+    } else {
+      int64_t k = 0;
+      for (; k + DEEP <= w.steps; k += DEEP) sums.template advance<DEEP>(k * 4 * MR, 4 * MR, panel + k * STEP);
+      for (; k < w.steps; k++) sums.template advance<1>(k * 4 * MR, 4 * MR, panel + k * STEP);
+    }
     const int32_t* offset = w.offsets + i * NR;
-    for (int r = 0; r < MR; r++)
-      for (int n = 0; n < NR; n++) sum[r][n] += factor * float(tile.sum[r][n] - offset[n]);
+    sums.weigh(sum, load(offset), load(offset + LANES), w.factors[i]);
   }
 }
 
