@@ -160,6 +160,8 @@ def explain(
         title += f"\n{recipe.name}: {recipe.in_words}"
     if recipe.hadamard:
         title += "\nHadamard transform of the operands of linears' weight gradients"
+    if recipe.rotated:
+        title += "\ninput and weight of linears rotated before rounding, where 16 divides their features"
     if device.type == "cuda":
         gpu = gpu_kernel_for(torch.cuda.get_device_capability(device), spec.recipe.input.format)
         title += f"\nnot used yet: {gpu.name} by {gpu.call}, since {gpu.reason}; {gpu.status}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from dpquant_compile.errors import CompileSpecError, RegistryError, listing
 from dpquant_compile.numerics.operand_spec import OperandSpec, operand_spec
@@ -166,8 +166,8 @@ def _parse(text: str) -> Recipe:
         )
     first, second, third = specs * 3 if len(specs) == 1 else specs
     given: dict[str, Any] = dict(zip(("outputs", "backend", "high"), rest, strict=False))
-    transforms: dict[str, Any] = {name: name in known for name in _TRANSFORMS}
-    return Recipe(first, second, third, **given, **transforms)
+    given |= {name: name in known for name in _TRANSFORMS}
+    return Recipe(first, second, third, **given)
 
 
 @lru_cache(maxsize=256)

@@ -94,9 +94,9 @@ def test_transforms_stand_behind_the_operands() -> None:
 def test_named_recipes_are_what_they_say() -> None:
     printed = {name: str(get_recipe(name)) for name in recipe_names()}
     assert printed == {
-        "int4": "int4.nearest.channel,int4.nearest.block,int4.channel/none/auto",
-        "int4_w8": "int4.nearest.channel,int8.nearest,int4.channel/none/auto",
-        "int8": "int8.nearest/none/auto",
+        "int4": "int4.nearest.channel,int4.nearest.block,int4.channel+rotated/none/auto",
+        "int4_w8": "int4.nearest.channel,int8.nearest,int4.channel+rotated/none/auto",
+        "int8": "int8.nearest+rotated/none/auto",
         "luq": "int4.nearest,int4.nearest,luq_fp4/none/auto",
         "nvfp4": "fp4_e2m1_nv.nearest,fp4_e2m1_nv.nearest,fp4_e2m1_nv+hadamard/none/auto",
         "fp8": "fp8_e4m3.nearest,fp8_e4m3.nearest,fp8_e5m2.nearest/none/auto",
@@ -202,7 +202,7 @@ def test_precision_says_which_recipe_runs() -> None:
     assert plain.running(Precision.LOW) is plain and plain.running(Precision.FULL) is None
     assert plain.other == Precision.FULL and both.other == Precision.HIGH
     high = replace(both, backend="reference").running(Precision.HIGH)
-    assert high is not None and str(high) == "int8.nearest/none/reference"
+    assert high is not None and str(high) == "int8.nearest+rotated/none/reference"
     assert both.running(Precision.FULL) is None, "eval() is in full precision whatever `high` says"
     half = Recipe(high="bfloat16")
     assert half.other == Precision.BFLOAT16 and half.running(half.other) is None and half.others == "bfloat16"
@@ -217,6 +217,8 @@ def test_words_of_compile_become_a_recipe() -> None:
     built = CompileSpec.build
     assert built(1).recipe == Recipe()
     assert built(1, format="luq_fp4", quantize_outputs="flow").recipe == Recipe.of_format("luq_fp4", "flow")
+    flow = built(1, quantize_outputs="flow").recipe
+    assert flow == Recipe(rotated=False, outputs="flow"), "rounded outputs go without rotation"
     assert built(1, recipe="paper").recipe.outputs == "all"
     assert built(1, recipe="int4", high="int8", backend="reference").recipe == Recipe(backend="reference", high="int8")
     assert built(1, recipe=Recipe(backend="reference")).inner == "eager"
@@ -227,7 +229,10 @@ def test_words_of_compile_become_a_recipe() -> None:
     ("words", "message"),
     [
         ({"recipe": "paper", "quantize_outputs": "none"}, "recipe='paper' sets quantize_outputs='all'"),
-        ({"recipe": "int8", "format": "luq_fp4"}, "recipe='int8' rounds by int8.nearest; format='luq_fp4' contradicts"),
+        (
+            {"recipe": "int8", "format": "luq_fp4"},
+            r"recipe='int8' rounds by int8.nearest\+rotated; format='luq_fp4' contradicts",
+        ),
         ({"recipe": Recipe(backend="compiled"), "backend": "reference"}, "sets backend='compiled'"),
         ({"recipe": Recipe(high="int8"), "high": "float32"}, "sets high='int8'"),
         ({"high": "float16"}, "high='float16' is none of 'float32', 'bfloat16', 'int8'"),
