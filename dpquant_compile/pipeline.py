@@ -47,6 +47,7 @@ from dpquant_compile.passes.private.cut_joint import cut_joint
 from dpquant_compile.passes.private.drop_batch_loss import drop_batch_loss
 from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
 from dpquant_compile.passes.private.fuse_norms import fuse_norms
+from dpquant_compile.passes.private.gather_pool_grads import gather_pool_grads
 from dpquant_compile.passes.private.merge_equal_nodes import merge_equal_nodes
 from dpquant_compile.passes.private.pack_relu_masks import pack_relu_masks
 from dpquant_compile.passes.private.recompute_relu_masks import recompute_relu_masks
@@ -108,6 +109,7 @@ COMPILED_JOINT_PASSES = (
     share_operands,
     run_inductor_passes,
     merge_equal_nodes,
+    gather_pool_grads,
     fuse_norms,
     recompute_relu_masks,
     pack_relu_masks,
