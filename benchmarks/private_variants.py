@@ -43,7 +43,8 @@ from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.reference.emulated import key_of
 from dpquant_compile.backends.reference.group_norm import group_norm
 from dpquant_compile.backends.reference.per_sample import wide_dtype
-from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
+from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams
+from dpquant_compile.backends.rotated_site import arithmetic_of
 from dpquant_compile.backends.site_args import in_order, site_args
 from dpquant_compile.numerics import integers
 from dpquant_compile.numerics.random_bits import random_bits, sample_keys, site_keys
@@ -93,7 +94,7 @@ class Site:
         self.given = site_args(node)
         self.call: SiteCall = call_of(vars(self.given))
         self.low = self.call.site in low
-        self.kernel: Arithmetic = choose_kernel(self.call, torch.device("cpu")).kernel.arithmetic
+        self.kernel: Arithmetic = arithmetic_of(self.call, torch.device("cpu"))
         self.layout = channels_last(self.call.op)
 
     def shapes(self, x: Sequence[int]) -> Shapes:
@@ -461,7 +462,7 @@ def look_up(call: SiteCall, repeats: int) -> None:
     """What the rounding of a map of 512 elements takes by the operator, and by the kernel alone."""
     x = torch.randn(2, 16, 4, 4).contiguous(memory_format=torch.channels_last)
     table = (torch.ones(1, dtype=torch.uint8), site_keys(0, 0, ("map",)), torch.arange(1 << 10))
-    kernel, given = choose_kernel(call, x.device).kernel.arithmetic, site_arguments(table, call)
+    kernel, given = arithmetic_of(call, x.device), site_arguments(table, call)
     args = in_order(_OPS.round_operand.default, x=x, role="input", **given)
     streams = Streams(table[1], table[2][:2])
 
@@ -482,7 +483,7 @@ def one_map(call: SiteCall, role: str, channels: int, side: int, repeats: int) -
     )
     scale = torch.rand(channels, generator=generator) + 0.5
     streams = Streams(site_keys(0, 0, ("map",)), torch.arange(32))
-    kernel = choose_kernel(call, torch.device("cpu")).kernel.arithmetic
+    kernel = arithmetic_of(call, torch.device("cpu"))
     rounding = codes_by_loops(call, role, x)
 
     def made(x: Tensor, other: Tensor) -> Tensor:
