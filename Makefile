@@ -45,13 +45,15 @@ bench: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained.
+# Runs that are done are skipped, so this goes on where it was. Without DATA only digits are trained; with PAPER=1 also the
+# published settings at their size, which take weeks of two cores.
 RUNS := out/evidence
 SIGNS := schedules_gtsrb variations_gtsrb schedules_gtsrb_medium schedules_gtsrb_tuned adam_gtsrb
 IMAGES := $(SIGNS) schedules_cifar10 schedules_cifar10_tuned
 RECIPES := recipes_gtsrb recipes_gtsrb_operands recipes_cifar10 recipes_gtsrb_tuned recipes_cifar10_tuned recipes_snli \
   schedules_int4_gtsrb rate_gtsrb
-SWEEPS := recipes_digits degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),$(RECIPES) $(IMAGES))
+PAPERS := paper_gtsrb paper_gtsrb_8 paper_cifar10 paper_fashion paper_snli
+SWEEPS := recipes_digits degradation schedules_digits variations adam_digits rate_digits $(if $(DATA),$(RECIPES) $(IMAGES) pareto_gtsrb $(if $(PAPER),$(PAPERS)))
 evidence: $(STAMP)
 	@set -e; for name in $(SWEEPS); do \
 	  $(BIN)/dpquant sweep experiments/$$name.toml --out $(RUNS)/$$name --workers 2 $(if $(DATA),--data $(DATA)); \

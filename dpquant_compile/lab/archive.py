@@ -12,7 +12,7 @@ import numpy as np
 
 from dpquant_compile.errors import LabError
 
-__all__ = ["read_archive"]
+__all__ = ["read_archive", "read_tracks"]
 
 
 def read_archive(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -32,6 +32,15 @@ def read_archive(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except (OSError, KeyError, ValueError, StopIteration, zlib.error) as error:
         raise LabError(f"{path} is no archive of images that can be read: {error}") from error
     return np.concatenate(parts), labels
+
+
+def read_tracks(path: Path) -> np.ndarray:
+    """The key `track` [N] of an archive: images of one class and track are frames of one object."""
+    try:
+        with np.load(path) as file:
+            return np.asarray(file["track"])
+    except (OSError, KeyError, ValueError) as error:
+        raise LabError(f"{path} does not say which images are frames of one track: {error}") from error
 
 
 def _undo_prediction(stored: np.ndarray) -> np.ndarray:

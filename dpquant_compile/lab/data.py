@@ -6,6 +6,7 @@ Everything is held in memory as one tensor per split: the largest, GTSRB at 32×
 import csv
 import gzip
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 from dpquant_compile import torchvision_compat
 from dpquant_compile.errors import LabError
-from dpquant_compile.lab.archive import read_archive
+from dpquant_compile.lab.archive import read_archive, read_tracks
 from dpquant_compile.lab.models import tokenizer
 
-__all__ = ["Split", "cifar10", "digits", "emnist", "gtsrb", "minilm_source", "snli"]
+__all__ = ["Split", "cifar10", "digits", "emnist", "fashion", "gtsrb", "minilm_source", "snli"]
 
 SNLI_LABELS = ("entailment", "neutral", "contradiction")
 
@@ -60,12 +61,29 @@ def digits(folder: Path | None) -> Split:
     return Split(x[train], y[train], x[test], y[test])
 
 
-def gtsrb(folder: Path | None, *, every: int = 1, test: int | None = None) -> Split:
-    """German traffic signs at 32×32, 43 classes. `every` takes each n-th frame of a track: frames are similar."""
+def gtsrb(folder: Path | None, *, every: int = 1, train: int | None = None, test: int | None = None) -> Split:
+    """German traffic signs at 32×32, 43 classes.
+
+    `every` takes each n-th frame of a track: frames are similar. `train` takes whole tracks, up to that many frames,
+    always the same ones; which frames are of one track only the local archive says.
+    """
     (x, y), (test_x, test_y) = _archives(folder, "gtsrb32_train.npz", "gtsrb32_test.npz") or [
         _torchvision("GTSRB", folder, split=split, size=32) for split in ("train", "test")
     ]
+    if train is not None:
+        if folder is None or not (folder / "gtsrb32_train.npz").is_file():
+            raise LabError("whole tracks of GTSRB need the archive that names them. Fix: --data FOLDER with it")
+        chosen = _whole_tracks(y, read_tracks(folder / "gtsrb32_train.npz"), train)
+        x, y = x[chosen], y[chosen]
     return _images(x[::every], y[::every], *_some(test_x, test_y, test))
+
+
+def _whole_tracks(labels: np.ndarray, tracks: np.ndarray, most: int) -> np.ndarray:
+    """Places of images: tracks in a fixed random order, as many as have at most that many images together."""
+    _, which, counts = np.unique(np.stack([labels, tracks]), axis=1, return_inverse=True, return_counts=True)
+    order = np.random.default_rng(0).permutation(len(counts))
+    kept = order[np.cumsum(counts[order]) <= most]
+    return np.flatnonzero(np.isin(which.reshape(-1), kept))
 
 
 def cifar10(folder: Path | None, *, train: int | None = None, test: int | None = None) -> Split:
@@ -80,6 +98,31 @@ def emnist(folder: Path | None) -> Split:
     """EMNIST "balanced", 47 classes, grey images repeated to three channels."""
     splits = [_torchvision("EMNIST", folder, split="balanced", train=flag, size=28) for flag in (True, False)]
     return _images(*splits[0], *splits[1])
+
+
+def fashion(folder: Path | None) -> Split:
+    """Fashion-MNIST, 10 classes, grey images repeated to three channels; the files may lie in the folder itself."""
+    splits = [_idx(folder, part) for part in ("train", "t10k")]
+    if None in splits:
+        splits = [_torchvision("FashionMNIST", folder, train=flag, size=28) for flag in (True, False)]
+    (x, y), (test_x, test_y) = (split for split in splits if split is not None)
+    return _images(x, y, test_x, test_y)
+
+
+def _idx(folder: Path | None, part: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Images [N, H, W, 3] and labels of the files in MNIST's format; None if the folder does not hold them."""
+    found = []
+    for kind, head in (("images-idx3", 16), ("labels-idx1", 8)):
+        path = Path() if folder is None else folder / f"{part}-{kind}-ubyte.gz"
+        if not path.is_file():
+            return None
+        with gzip.open(path) as file:
+            content = np.frombuffer(file.read(), np.uint8)
+        sizes = [int(size) for size in content[4:head].view(">u4")]
+        if len(content) != head + math.prod(sizes):
+            raise LabError(f"{path} is not whole: it says {sizes} numbers, and holds {len(content) - head} bytes")
+        found.append(content[head:].reshape(sizes))
+    return np.repeat(found[0][..., None], 3, axis=-1), found[1]
 
 
 def snli(

