@@ -40,11 +40,11 @@ def test_contents_of_parameters_are_read_only_where_a_batch_is_divided(
     trained = {id(parameter) for parameter in run.model.parameters()}
     read = []
 
-    def noted(values: Any) -> str:
+    def noted(values: Any, checks: Any) -> Contents:
         read.extend(values)
-        return fingerprint(values)
+        return Contents(values, checks)
 
-    monkeypatch.setattr(session_module, "fingerprint", noted)
+    monkeypatch.setattr(session_module, "Contents", noted)
     assert train(run) == 24 // physical
     assert len(read) == times * len(trained) and {id(value) for value in read} <= trained
 
