@@ -26,6 +26,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from dpquant_compile.backends import sending
 from dpquant_compile.privacy import hooks
+from dpquant_compile.privacy.mechanism import device_normals
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "pretend"
@@ -139,6 +140,11 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tenso
     return Far(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
 
+def _draw(key: bytes, first: int, std: float, out: Tensor) -> None:
+    near = out.near if isinstance(out, Far) else out
+    near.copy_(device_normals.reference_normals(key, first, std, near.numel()))
+
+
 def _is_far(device: Any) -> bool:
     return device is not None and torch.device(device).type == NAME
 
@@ -170,6 +176,9 @@ def pretend_device() -> Any:
     FakeTensorMode.from_tensor = from_tensor  # type: ignore[method-assign]
     # Private training refuses modes; this one is no part of the program but what it runs on.
     sending._TAKES_AT_ONCE.add(NAME)
+    # Noise is drawn on the device, as on a GPU, and as if the CPU were one, so that runs on both can be compared.
+    device_normals.can_draw = lambda _: True
+    device_normals.draw_on_device = _draw
     modes = hooks._get_current_dispatch_mode_stack
     hooks._get_current_dispatch_mode_stack = lambda: [m for m in modes() if not isinstance(m, PretendDevice)]
     with PretendDevice() as device, torch.autograd.set_multithreading_enabled(False):
