@@ -11,5 +11,5 @@ _TAKES_AT_ONCE = {"cuda"}
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`. The host does not wait for what the device has still to do, where it need not."""
+    """A tensor of the CPU on `device`. The host does not wait for what the device has still to do, if it need not."""
     return values.to(device, non_blocking=device.type in _TAKES_AT_ONCE)

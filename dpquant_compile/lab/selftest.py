@@ -5,6 +5,7 @@ Nothing of this library has run on a GPU, since those who write it have none. Th
 
 import importlib.metadata
 import importlib.util
+import math
 import platform
 import statistics
 import time
@@ -74,7 +75,8 @@ class Report:
     def markdown(self) -> str:
         """The page."""
         bad = sum(check.passed is False for check in self.checks)
-        lines = ["# dpquant selftest", "", "All equal." if self.passed else f"**{bad} of {len(self.checks)} differ.**", ""]
+        said = "All equal." if self.passed else f"**{bad} of {len(self.checks)} differ.**"
+        lines = ["# dpquant selftest", "", said, ""]
         lines += _rows(("", ""), self.environment.items())
         for part in dict.fromkeys(check.part for check in self.checks):
             own = [check for check in self.checks if check.part == part]
@@ -82,7 +84,8 @@ class Report:
             rows = [(check.what, marks[check.passed], check.result) for check in own]
             lines += ["", f"## {part}", "", *_rows(("", "", "result"), rows)]
         if self.timings:
-            lines += ["", "## Times", "", "Medians in ms, ± half of the spread; the machine may have had other work.", ""]
+            remark = "Medians in ms, ± half of the spread; the machine may have had other work."
+            lines += ["", "## Times", "", remark, ""]
             head = ("model", "training", "forward, backward, clipping", "noise and step", "private float32 / this")
             lines += _rows(head, map(self._row, self.timings))
         return "\n".join(lines) + "\n"
@@ -125,7 +128,8 @@ def selftest(device: torch.device, *, quick: bool = False, log: Callable[[str], 
         for model in (SMALL,) if quick else (RESNET, GPT):
             missing = next((name for name in model.needs if importlib.util.find_spec(name) is None), None)
             if missing:
-                report.checks.append(Check("One private step", model.name, f"not run: {missing} is not installed", None))
+                why = f"not run: {missing} is not installed"
+                report.checks.append(Check("One private step", model.name, why, None))
                 continue
             log(f"a private step of {model.name}")
             report.checks += step_checks(model, device, quick)
@@ -276,8 +280,8 @@ def noise_checks(device: torch.device) -> list[Check]:
     out, other = torch.empty(count), torch.empty(count)
     normals.draw_normals(key, 2**64 - 5, 0.75, out)
     normals.draw_reference(key, 2**64 - 5, 0.75, other)
-    drawn = "AES on the CPU against torch"
-    return [_noise(drawn if device.type == "cpu" else f"{drawn}; Triton is missing, so no noise on the device", torch.equal(out, other))]
+    place = "" if device.type == "cpu" else "; Triton is missing, so there is none on the device"
+    return [_noise(f"AES on the CPU against torch{place}", torch.equal(out, other))]
 
 
 def _noise(what: str, equal: bool) -> Check:
@@ -381,12 +385,13 @@ def step_checks(model: Model, device: torch.device, quick: bool) -> Iterator[Che
         for policy in ("none", "all"):
             found = _Private(model, device, inner, recipe=recipe)
             want, got = (each.sums(policy) for each in (expected, found))
-            ratio = float(want.square().sum() / (got - want).square().sum().clamp_min(1e-300))
-            decibels = 10 * torch.tensor(ratio).log10().item()
+            error = float((got - want).square().sum() / want.square().sum())
+            decibels = -10 * math.log10(error) if error > 0 else math.inf
             finite = all(bool(p.isfinite().all()) for p in found.model.parameters())
             what = f"{model.name}: {recipe if policy == 'all' else 'float32'}"
             passed = finite and decibels >= (_FULL_DB if policy == "none" else _LOW_DB)
-            said = f"clipped sum within {decibels:.0f} dB of the reference{'' if finite else '; weights are not finite'}"
+            said = f"clipped sum {decibels:.0f} dB above its error" if error > 0 else "clipped sum equal bit for bit"
+            said += "" if finite else "; weights are not finite"
             yield Check("One private step", what, said, passed)
             expected = _Private(model, torch.device("cpu"), "eager", recipe=recipe, backend="reference")
 

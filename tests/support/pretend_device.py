@@ -3,7 +3,7 @@
 A `Far` tensor says that it lies on the device "pretend" and holds its numbers in a tensor of the CPU. `PretendDevice`
 runs every operator on such tensors as a GPU would: results stay there, tensors of both places in one operator are an
 error, and every way back to the host is noted with the lines that asked for it. Autograd, the tracing of programs and
-the choice of kernels see a device as any other. What it does not show is anything of CUDA's own: streams, Triton, speed.
+the choice of kernels see a device as any other. It shows nothing of CUDA's own: streams, Triton, speed.
 
 It registers a device with torch, once and for all, so it needs a process of its own: `notes_of` runs a function there.
 """
@@ -120,7 +120,6 @@ class PretendDevice(TorchDispatchMode):
         blocks = crosses and not (kwargs.get("non_blocking") or any(arg is True for arg in args))
         if name in READS or masks or (blocks and not _stays(name, kwargs, tensors)):
             self.waits.append(f"{name}:\n{_lines()}")
-
 
     def copy_from(self, near: Tensor, far: Tensor, non_blocking: bool = False) -> Tensor:
         assert isinstance(far, Far) and not isinstance(near, Far)

@@ -75,7 +75,7 @@ def _side_by_side(a, b, c, d, e, f, g, h):
 
 @triton.jit(do_not_specialize=[*_KEY, "counter", "n0", "n1", "n2"])
 def keystream(out, k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2, blocks, block: tl.constexpr):
-    """out[i] = the 16 words of the block at `counter + i` (32 bits) under one nonce: the cipher alone, for its tests."""
+    """out[i] = the 16 words of the block at `counter + i` (32 bits) under one nonce: the cipher alone, to test it."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     zero = tl.zeros_like(at).to(tl.uint32, bitcast=True)
     counters = at.to(tl.uint32, bitcast=True) + counter.to(tl.uint32, bitcast=True)

@@ -81,8 +81,8 @@ class GaussianStream:
     In a forked child, a secure stream takes a new key by itself; a seeded one repeats the parent's.
 
     The same seed and rank give the same normals, bit for bit, for the same sequence of sizes: on any number of threads,
-    on every CPU, with or without a C++ compiler. A GPU gives others. A draw counts alike on both, so a stream may change
-    between them: each draw of either cipher uses a part of its keystream that no other draw uses.
+    on every CPU, with or without a C++ compiler. A GPU gives others. A draw counts alike on both, so a stream may go
+    from one to the other: each draw of either cipher uses a part of its keystream that no other draw uses.
     """
 
     def __init__(self, seed: int | None, rank: int = 0) -> None:

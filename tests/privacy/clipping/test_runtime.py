@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpquant_compile.errors import PrivateTrainingError
-from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping import runtime as session_module
 from dpquant_compile.privacy.clipping.program import PrivateProgram
+from dpquant_compile.privacy.contents import Contents
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from tests.support import models
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums

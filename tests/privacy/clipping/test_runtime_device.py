@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
+from tests.support.heavy import HEAVY
 from tests.support.pretend_device import NAME, PretendDevice, notes_of
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def run(device: PretendDevice, where: str, physical: int, settings: dict[str, An
 
 @pytest.mark.parametrize(
     ("physical", "settings"),
-    [(7, {}), *marked([(12, {"format": "luq_fp4"}), (12, {"recipe": "int8"})])],
+    [(7, {}), pytest.param(12, {"format": "luq_fp4"}, marks=HEAVY), pytest.param(12, {"recipe": "int8"}, marks=HEAVY)],
     ids=["int4, divided", "luq_fp4", "int8"],
 )
 def test_a_step_reads_nothing_back(physical: int, settings: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import io
+import itertools
 import pickle
 import threading
 from collections.abc import Callable
@@ -194,7 +195,7 @@ def test_parts_make_up_the_draw(whole: int, size: int) -> None:
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int, int]]:
-    """Noise is drawn as on a GPU, by the reference. What each draw takes: a key, and the first and last of its blocks."""
+    """Noise is drawn as on a GPU, by the reference. What each draw takes: a key, its first block, and the next one."""
     taken = []
 
     def draw(key: bytes, first: int, std: float, out: Tensor) -> None:
@@ -232,7 +233,7 @@ def test_a_device_takes_other_blocks_for_every_draw(on_device: list[tuple[bytes,
     resumed.load_state_dict(state)
     assert torch.equal(resumed.normal_like([torch.empty(9)], 1.0)[0], stream.normal_like([torch.empty(9)], 1.0)[0])
     spans = sorted(span[1:] for span in on_device[:-1])
-    assert all(last <= first for (_, last), (first, _) in zip(spans, spans[1:], strict=False))
+    assert all(last <= first for (_, last), (first, _) in itertools.pairwise(spans))
 
 
 def test_the_key_of_a_device_is_its_own(on_device: list[tuple[bytes, int, int]]) -> None:
@@ -240,7 +241,8 @@ def test_the_key_of_a_device_is_its_own(on_device: list[tuple[bytes, int, int]])
     stream, keys = GaussianStream.secure(), set()
     for _ in range(2):
         stream.normal_like([torch.empty(3)], 1.0)
-        keys |= {on_device[-1][0], stream._key, stream.derived_key(b"dpquant bits v1"), stream.derived_key(noise._PLACE)}
+        others = stream._key, stream.derived_key(b"dpquant bits v1"), stream.derived_key(noise._PLACE)
+        keys |= {on_device[-1][0], *others}
         stream.renew()
     assert len(keys) == 8
 
