@@ -98,7 +98,8 @@ class Dispatcher:
             if wanted != self._shown:
                 mask = self.policy.mask if low else [False] * len(self.names)
                 others = self.other if low else Precision.FULL
-                self.table.policy = torch.tensor([Precision.LOW if own else others for own in mask], dtype=torch.uint8)
+                row = [Precision.LOW if own else others for own in mask]
+                self.table.policy = torch.tensor(row, dtype=torch.uint8, device="cpu")  # whatever the default is
                 keys = bits.site_keys(self.step, self.names)
                 self.table.weight_keys = tuple(keys[:, ROLES.index("weight")].tolist())
                 self.table.keys = sent(keys, device)

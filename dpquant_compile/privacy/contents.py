@@ -42,6 +42,6 @@ class Contents:
 def _moved() -> str:
     return (
         "parameters were changed between two micro-batches of one logical batch, or between a forward and its "
-        "backward, so the gradients of its samples do not belong together. Fix: step only the optimizer that make_private "
-        "returned, at the end of the logical batch; make other changes after it"
+        "backward, so the gradients of its samples do not belong together. Fix: step only the optimizer that "
+        "make_private returned, at the end of the logical batch; make other changes after it"
     )

@@ -5,21 +5,37 @@ The names of the parameters say what an argument is; numbers that change from dr
 what is compiled for a key would keep something of it.
 """
 
+# The annotations of kernels are read as text.
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 __all__ = ["keystream", "normals"]
 
-_KEY = ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"]
+
+def _jit(function: Callable[..., Any]) -> Any:
+    return triton.jit(function)
 
 
-@triton.jit
-def _turn(x, by: tl.constexpr):
+def _secret(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel that is compiled once for all keys, and for all values of the parameters of these names."""
+    key = [f"k{i}" for i in range(8)]
+    return lambda function: triton.jit(function, do_not_specialize=[*key, *names])
+
+
+@_jit
+def _turn(x: tl.tensor, by: tl.constexpr) -> tl.tensor:
     return (x << by) | (x >> (32 - by))
 
 
-@triton.jit
-def _quarter(a, b, c, d):
+@_jit
+def _quarter(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     a += b
     d = _turn(d ^ a, 16)
     c += d
@@ -31,14 +47,27 @@ def _quarter(a, b, c, d):
     return a, b, c, d
 
 
-@triton.jit
-def _same(word, like):
+@_jit
+def _same(word: tl.tensor, like: tl.tensor) -> tl.tensor:
     """One word for all lanes."""
     return tl.zeros_like(like) + word.to(tl.uint32, bitcast=True)
 
 
-@triton.jit
-def _block(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2):
+@_jit
+def _block(
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    k4: tl.tensor,
+    k5: tl.tensor,
+    k6: tl.tensor,
+    k7: tl.tensor,
+    counter: tl.tensor,
+    n0: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+) -> tl.tensor:
     """The 16 words of the blocks at `counter` with the nonces (n0, n1, n2): RFC 8439, section 2.3."""
     zero = tl.zeros_like(counter)
     a, b, c, d = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
@@ -61,20 +90,38 @@ def _block(k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2):
     return _beside(low, high)
 
 
-@triton.jit
-def _beside(a, b):
+@_jit
+def _beside(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """[B, w] and [B, w] → [B, 2w], a's columns first."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
-@triton.jit
-def _side_by_side(a, b, c, d, e, f, g, h):
+@_jit
+def _side_by_side(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, e: tl.tensor, f: tl.tensor, g: tl.tensor, h: tl.tensor
+) -> tl.tensor:
     first = _beside(tl.join(a, b), tl.join(c, d))
     return _beside(first, _beside(tl.join(e, f), tl.join(g, h)))
 
 
-@triton.jit(do_not_specialize=[*_KEY, "counter", "n0", "n1", "n2"])
-def keystream(out, k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2, blocks, block: tl.constexpr):
+@_secret("counter", "n0", "n1", "n2")
+def keystream(
+    out: tl.tensor,
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    k4: tl.tensor,
+    k5: tl.tensor,
+    k6: tl.tensor,
+    k7: tl.tensor,
+    counter: tl.tensor,
+    n0: tl.tensor,
+    n1: tl.tensor,
+    n2: tl.tensor,
+    blocks: tl.tensor,
+    block: tl.constexpr,
+) -> None:
     """out[i] = the 16 words of the block at `counter + i` (32 bits) under one nonce: the cipher alone, to test it."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     zero = tl.zeros_like(at).to(tl.uint32, bitcast=True)
@@ -85,8 +132,18 @@ def keystream(out, k0, k1, k2, k3, k4, k5, k6, k7, counter, n0, n1, n2, blocks, 
     tl.store(out + places, words.to(tl.int32, bitcast=True), at[:, None] < blocks)
 
 
-@triton.jit
-def _words(k0, k1, k2, k3, k4, k5, k6, k7, number):
+@_jit
+def _words(
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    k4: tl.tensor,
+    k5: tl.tensor,
+    k6: tl.tensor,
+    k7: tl.tensor,
+    number: tl.tensor,
+) -> tl.tensor:
     """The words of blocks by numbers of 64 bits: the low half is the counter, the high one the nonce's first word."""
     low = (number & 0xFFFFFFFF).to(tl.uint32)
     high = ((number >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -94,8 +151,8 @@ def _words(k0, k1, k2, k3, k4, k5, k6, k7, number):
     return _block(k0, k1, k2, k3, k4, k5, k6, k7, low, high, zero, zero)
 
 
-@triton.jit
-def _minus_two_log(u):
+@_jit
+def _minus_two_log(u: tl.tensor) -> tl.tensor:
     apart = u.to(tl.int32, bitcast=True) - 0x3F3504F3
     e = (apart >> 23).to(tl.float32)
     f = ((apart & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
@@ -114,8 +171,22 @@ def _minus_two_log(u):
     return ((f + p) + e * 0.693359375) * -2.0
 
 
-@triton.jit(do_not_specialize=[*_KEY, "first", "std"])
-def normals(out, k0, k1, k2, k3, k4, k5, k6, k7, first, std, groups, block: tl.constexpr):
+@_secret("first", "std")
+def normals(
+    out: tl.tensor,
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    k4: tl.tensor,
+    k5: tl.tensor,
+    k6: tl.tensor,
+    k7: tl.tensor,
+    first: tl.tensor,
+    std: tl.tensor,
+    groups: tl.tensor,
+    block: tl.constexpr,
+) -> None:
     """out[g] = the 32 normals of group g, of the three blocks of the keystream from `first + 3 g` on, times `std`.
 
     The arithmetic is that of `normals.box_muller`, operation by operation. Requires: compiled without fusing
