@@ -16,11 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor import standalone_compile
-from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.utils import is_gpu
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._triton import has_triton
 
 from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.registry import Kernel, SiteCall, register_kernel
@@ -130,6 +127,11 @@ _NUMERICS = {
 @lru_cache(maxsize=8)
 def _missing_generator(device: str) -> str | None:
     """Why Inductor cannot generate code for a device that is not the CPU."""
+    # These import all generators of code.
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    from torch._inductor.utils import is_gpu
+    from torch.utils._triton import has_triton
+
     init_backend_registration()
     if get_scheduling_for_device(device) is None:
         return f"Inductor knows no device {device}"

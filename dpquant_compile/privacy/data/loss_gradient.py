@@ -82,7 +82,7 @@ def _differ(some: Tensor, others: Tensor) -> Tensor:
 
 
 def _scaled(now: Tensor, usual: Tensor) -> str:
-    told, first = (" and ".join(map(str, sorted(set(each.tolist())))) for each in (now, usual))
+    told, first = (" and ".join(map(str, sorted(set(each.cpu().tolist())))) for each in (now, usual))
     return (
         f"the loss was multiplied by {told} before this backward, and by {first} before the first one. "
         "Gradients are clipped after that, so a factor made of the batch lets one sample scale all others. "

@@ -40,13 +40,14 @@ def found(device: PretendDevice) -> dict[str, Any]:
         gmac([far, far[:2], x]),
         gmac([far.view(30, 10), far[:3], x]),
     ]
+    waits = len(device.waits)
     return {
         "changed": changed,
         "orders": len(orders),
         "zeros": len(zeros),
         "strided": told(wide.transpose(0, 1).contiguous()) == told(wide.transpose(0, 1)),
         "gmac": texts,
-        "waits": len(device.waits),
+        "waits": waits,
     }
 
 
