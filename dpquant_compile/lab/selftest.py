@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,7 +230,8 @@ def _case(call: SiteCall) -> _Case:
         made.append(value)
         whole &= exact
     bias = torch.randint(-8, 8, (w_shape[0],), generator=generator).float()
-    return _Case(*made, bias, streams, whole)
+    x, weight, grad = made
+    return _Case(x, weight, grad, bias, streams, whole)
 
 
 def _whole_numbers(
@@ -324,8 +326,8 @@ def _resnet18() -> nn.Module:
 def _gpt2() -> nn.Module:
     import transformers
 
-    shape = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 2048}
-    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    shape: dict[str, Any] = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 2048}
+    quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **quiet))
     return model
 
@@ -407,7 +409,7 @@ def timings(model: Model, device: torch.device, quick: bool) -> Iterator[Timing]
         for share in shares:
             chosen = names[: round(share * len(names))]
             what = f"private {recipe}, {share:.0%} of the sites" if share else "private float32"
-            steps[what] = (lambda own=private, policy=chosen: own.gradients(policy), private.optimizer.step)
+            steps[what] = (partial(private.gradients, chosen), private.optimizer.step)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(2 if quick else 8):
         for name, (gradients, step) in steps.items():

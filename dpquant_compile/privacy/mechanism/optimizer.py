@@ -142,8 +142,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         """
         self._check_parameters()
         for name, parameter in self.session.parameters.items():
-            if not self._ours(name, parameter.grad):
-                self.session.checks.refuse(parameter.grad.count_nonzero() > 0, partial(_stray, name))
+            grad = parameter.grad
+            if grad is not None and not self._ours(name, grad):
+                self.session.checks.refuse(grad.count_nonzero() > 0, partial(_stray, name))
         # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
         self._settle()
         sums = self.session.take_sums(self.noise_multiplier)
@@ -212,9 +213,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         named = self.session.model.named_parameters()
         return next((repr(name) for name, own in named if own is parameter), f"of shape {tuple(parameter.shape)}")
 
-    def _ours(self, name: str, grad: Tensor | None) -> bool:
-        """Whether a gradient is none, or the last step's as it was left: autograd adds to one that is there."""
-        return grad is None or (grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1])
+    def _ours(self, name: str, grad: Tensor) -> bool:
+        """Whether a gradient is the last step's as it was left: autograd adds to one that is there."""
+        return grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1]
 
     def scale_grad(self) -> None:
         """Divide by the expected batch size where the loss is a mean."""
