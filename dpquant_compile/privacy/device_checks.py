@@ -19,7 +19,8 @@ class DeviceChecks:
     would wait for everything that the device has still to do, and then the device for the host.
 
     Guarantee: a sum leaves only after `settle`, so nothing that a check refuses is released. Until then what it refuses
-    may be computed, and stays as secret as sums without noise are.
+    may be computed, and stays as secret as sums without noise are. `settle` forgets what it was asked: whoever calls it
+    drops what was refused.
     """
 
     def __init__(self) -> None:

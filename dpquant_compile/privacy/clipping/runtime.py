@@ -216,10 +216,18 @@ class Session:
         sensitivity `self.sensitivity`.
         """
         self.check_attached()
-        self.checks.settle()
+        self.settle()
         self.step.release(noise_multiplier)
         self._left = 0
         return {name: None if self.step.empty else self._sums.get(name) for name in self.parameters}
+
+    def settle(self) -> None:
+        """Raise what `checks` has to refuse, and drop the sums then: another try must not release them."""
+        try:
+            self.checks.settle()
+        except BaseException:
+            self.drop_sums()
+            raise
 
     def drop_sums(self) -> None:
         """Drop sums that were used, or that no step will use: a sample must not be in the sums of two steps."""

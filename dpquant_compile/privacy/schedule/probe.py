@@ -135,7 +135,7 @@ class Probe:
             for module, training in was.items():
                 module.training = training
         result = torch.stack(columns, 1)
-        self._session.checks.settle()  # the row of a sample is about to be used
+        self._session.settle()  # the row of a sample is about to be used
         return result
 
     def _baseline(self, batch: Batch) -> "_Run":

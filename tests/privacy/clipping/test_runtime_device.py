@@ -87,7 +87,7 @@ def test_a_step_reads_nothing_back(physical: int, settings: dict[str, Any]) -> N
     assert found["operators"] > 2000  # of the step were seen, on the device
     assert found["micro"] == []
     # Once per logical batch: what is due of the checks, and the fingerprint that must be on record before it is used.
-    assert ["checks.settle()" in wait for wait in found["step"]] == [True, False] * 2
+    assert ["settle()" in wait for wait in found["step"]] == [True, False] * 2
     assert ["gmac" in wait for wait in found["step"]] == [False, True] * 2
     near = found["near"]
     assert found["weights"] == near["weights"]
