@@ -1,8 +1,9 @@
-"""The compiled backend: the reference arithmetic with its quantizer compiled to one vector loop by Inductor.
+"""The compiled backend: the reference arithmetic with its quantizer compiled to one loop by Inductor, on any device.
 
 Rounding a tensor in plain torch takes some thirty passes over memory; compiled, it takes two. The numbers are those of
 the reference, bit for bit. The quantizer is traced once with symbolic sizes and compiled outside Dynamo, so a new
-shape, a new site or a new policy compiles nothing.
+shape, a new site or a new policy compiles nothing. On GPUs Inductor makes Triton of it, told to round as the reference
+does (`_NUMERICS`); that has never run on hardware.
 """
 
 import math
@@ -74,12 +75,12 @@ def _grouped(channels: Tensor, length: int) -> Tensor:
 def _run(spec: OperandSpec, rows: Tensor, numbers: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     batched = rows.shape[0] > 1
     with _LOCK:
-        program = _compile(spec, batched)
+        program = _compile(spec, batched, rows.device)
     return program((rows if batched else rows[0]).contiguous(), numbers.contiguous(), k0, k1)
 
 
 @lru_cache(maxsize=64)
-def _compile(spec: OperandSpec, batched: bool) -> Callable[..., Tensor]:
+def _compile(spec: OperandSpec, batched: bool, device: torch.device) -> Callable[..., Tensor]:
     """The quantizer of [B, elements], or of [B, groups, 16] if scales are finer; without B where that is one."""
 
     def quantize_rows(x: Tensor, numbers: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
@@ -91,12 +92,13 @@ def _compile(spec: OperandSpec, batched: bool) -> Callable[..., Tensor]:
         return q * unit if batched else (q * unit)[0]
 
     count, shape = 4 if batched else 1, (64,) if spec.scale == "sample" else (48, GROUP)
-    x = torch.zeros((count, *shape) if batched else shape)
-    more = [_numbers(torch.zeros(shape)), *(torch.zeros(count, dtype=torch.int32) for _ in range(2))]
+    x = torch.zeros((count, *shape) if batched else shape, device=device)
+    numbers, keys = _numbers(x[0] if batched else x), torch.zeros(count, dtype=torch.int32, device=device)
+    more = [numbers, keys, keys.clone()]
     with torch.no_grad():
         graph = make_fx(quantize_rows, tracing_mode="symbolic")(x, *more)
         # Inductor decides by the sizes of the example whether a loop is worth several threads; these are small.
-        options = {"config_patches": {"cpp.dynamic_threads": True}}
+        options = {"config_patches": {"cpp.dynamic_threads": True} if device.type == "cpu" else _NUMERICS}
         program: Any = standalone_compile(graph, [x, *more], dynamic_shapes="from_graph", options=options)
 
     def run(*inputs: Tensor) -> Tensor:
@@ -109,11 +111,31 @@ def _compile(spec: OperandSpec, batched: bool) -> Callable[..., Tensor]:
 
 
 def _supports(call: SiteCall, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return f"compiled for the CPU only, not for {device.type}"
     if not any(_compilable(spec) for spec in call.recipe.operands):
         return "formats with block scales are rounded in plain torch"
-    return _missing_compiler()
+    return _missing_compiler() if device.type == "cpu" else _missing_generator(device.type)
+
+
+# Of Triton's code: no fused multiplications and additions, divisions that are rounded, and denormals that stay.
+_NUMERICS = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+
+
+@lru_cache(maxsize=8)
+def _missing_generator(device: str) -> str | None:
+    """Why Inductor cannot generate code for a device that is not the CPU."""
+    # These import all generators of code.
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    from torch._inductor.utils import is_gpu
+    from torch.utils._triton import has_triton
+
+    init_backend_registration()
+    if get_scheduling_for_device(device) is None:
+        return f"Inductor knows no device {device}"
+    return None if not is_gpu(device) or has_triton() else f"Inductor needs Triton for {device}, and finds none"
 
 
 @lru_cache(maxsize=1)

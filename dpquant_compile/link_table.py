@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dpquant_compile.backends.sending import sent
 from dpquant_compile.errors import CompileSpecError
 from dpquant_compile.numerics.random_bits import ROLES, PublicBits, RandomBits
 from dpquant_compile.numerics.recipe import Precision
@@ -22,6 +23,8 @@ class LinkTable(nn.Module):
     """What `dpquant::site` reads: `policy` (a `Precision` per site, on the CPU), `keys` (site × role), `samples` (ids).
 
     Changes replace the tensors and never write into them, so that a backward pass still sees what its forward saw.
+    What decides on the host stays there, since the host would wait for a device that it reads from: `policy`, and the
+    keys of weights once more in `weight_keys`.
     """
 
     policy: Tensor
@@ -33,6 +36,7 @@ class LinkTable(nn.Module):
         self.register_buffer("policy", torch.zeros(sites, dtype=torch.uint8), persistent=False)
         self.register_buffer("keys", torch.zeros(sites, len(ROLES), dtype=torch.int64), persistent=False)
         self.register_buffer("samples", torch.arange(FIRST_CAPACITY), persistent=False)
+        self.weight_keys: tuple[int, ...] = ()
 
 
 class Dispatcher:
@@ -94,8 +98,11 @@ class Dispatcher:
             if wanted != self._shown:
                 mask = self.policy.mask if low else [False] * len(self.names)
                 others = self.other if low else Precision.FULL
-                self.table.policy = torch.tensor([Precision.LOW if own else others for own in mask], dtype=torch.uint8)
-                self.table.keys = bits.site_keys(self.step, self.names).to(device)
+                row = [Precision.LOW if own else others for own in mask]
+                self.table.policy = torch.tensor(row, dtype=torch.uint8, device="cpu")  # whatever the default is
+                keys = bits.site_keys(self.step, self.names)
+                self.table.weight_keys = tuple(keys[:, ROLES.index("weight")].tolist())
+                self.table.keys = sent(keys, device)
                 self._shown = wanted
 
     def extend(self, names: Sequence[str]) -> None:
@@ -120,9 +127,9 @@ class Dispatcher:
                     f"sample_ids has shape {tuple(ids.shape)} for a batch of {batch}: give one id per sample, or None "
                     "to number them by their places"
                 )
-            samples = torch.zeros(max(size, table.samples.shape[0]), dtype=torch.int64)
-            samples[:batch] = bits.sample_ids(self.step, ids)
-            table.samples, self._placed = samples.to(device), False
+            samples = torch.zeros(max(size, table.samples.shape[0]), dtype=torch.int64, device=device)
+            samples[:batch] = sent(bits.sample_ids(self.step, ids), device)
+            table.samples, self._placed = samples, False
         elif batch > table.samples.shape[0] or not self._placed or table.samples.device != device:
             table.samples = torch.arange(max(size, table.samples.shape[0]), device=device)
             self._placed = True

@@ -105,7 +105,8 @@ class ClippedSite(ABC):
     ) -> Tensor:
         taps, out = self.taps(shapes, call), factors.isnan()
         xs, grads = self.summed_values(x, call), self.summed_values(grad, call)
-        if bool(out.any()):
+        # The CPU looks, since there is mostly no such sample; on another device looking would make the host wait.
+        if xs.device.type != "cpu" or bool(out.any()):
             # Zero times NaN is NaN, so such a sample's values are taken out, not only its factor.
             factors = factors.masked_fill(out, 0.0)
             xs = xs.masked_fill(per_sample.spread(out, call.axis, xs), 0.0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from dpquant_compile import __version__
-from dpquant_compile.cli import bench, plan, report, sites, sweep, tasks, train
+from dpquant_compile.cli import bench, plan, report, selftest, sites, sweep, tasks, train
 from dpquant_compile.cli.command import BAD_INPUT, FAILED, INTERRUPTED, Command, RunFailedError
 from dpquant_compile.cli.interrupt import raise_again
 from dpquant_compile.errors import DPQuantError, did_you_mean
@@ -24,6 +24,7 @@ COMMANDS: tuple[Command, ...] = (
     sweep.COMMAND,
     report.COMMAND,
     bench.COMMAND,
+    selftest.COMMAND,
 )
 
 _EPILOG = """examples:

@@ -7,16 +7,19 @@ clipping bounds nothing. The same holds for the structure, types and shapes of a
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 from dpquant_compile.held_values import MODULE_INTERNALS, held_values, same_values
 from dpquant_compile.passes.fx_utils import read_attribute
-from dpquant_compile.privacy.accounting.replay_check import fingerprint
+from dpquant_compile.privacy.accounting.prints import print_of
 from dpquant_compile.privacy.call_structure import CallStructure
+from dpquant_compile.privacy.device_checks import DeviceChecks
 
 __all__ = ["Constants", "FrozenValues"]
 
@@ -68,8 +71,8 @@ class Constants:
         check_names(declared, self._signature, "forward()")
         self._calls = CallStructure("the model", declared, varying_shapes)
         self._frozen = FrozenValues(model, "the model")
-        self._tensors: dict[str, str] = {}  # fingerprints
-        self._read: dict[str, str] = {}  # of tensors that no module holds, by kind of call and name in the graph
+        self._tensors: dict[str, _Marks] = {}
+        self._read: dict[str, _Marks] = {}  # of tensors that no module holds, by kind of call and name in the graph
         self._holders: list[tuple[str, nn.Module, str]] = []
         self.freeze()
 
@@ -80,13 +83,13 @@ class Constants:
     def freeze(self) -> None:
         """Record tensors and attributes as they are now, when the run begins."""
         self._holders = self._find_holders()
-        self._tensors = {name: fingerprint([tensor]) for name, tensor in self._named_tensors()}
+        self._tensors = {name: _marked(tensor) for name, tensor in self._named_tensors()}
         self._frozen.freeze()
 
     def take_loaded(self, names: Collection[str]) -> None:
         """Record parameters and buffers of these names as a checkpoint has set them; the rest stays as at `freeze`."""
         own = dict(self._named_tensors())
-        self._tensors |= {name: fingerprint([own[name]]) for name in names if name in own}
+        self._tensors |= {name: _marked(own[name]) for name in names if name in own}
         extra = [name.removesuffix("_extra_state").removesuffix(".") for name in names if name.endswith("_extra_state")]
         if extra:  # set_extra_state() of these modules may have set any attribute
             self._frozen.take_over(extra)
@@ -123,9 +126,14 @@ class Constants:
         self._calls.check(what, list(arguments.items()), sizes)
 
     def check_read(
-        self, base: fx.GraphModule, targets: Sequence[str], trained: Mapping[str, nn.Parameter], what: str
+        self,
+        base: fx.GraphModule,
+        targets: Sequence[str],
+        trained: Mapping[str, nn.Parameter],
+        what: str,
+        checks: DeviceChecks,
     ) -> None:
-        """Refuse tensors of the model, except trained parameters, that changed since the run began.
+        """Refuse tensors of the model, except trained parameters, that changed since the run began; see `checks`.
 
         `targets` are those that the program reads in a call of the kind `what`. Contents are compared, since a write
         through `.data` leaves no other trace. Tensors that no module holds are identified by their names in the graph,
@@ -133,14 +141,22 @@ class Constants:
         """
         ours = {id(parameter) for parameter in trained.values()}
         for name, tensor in self._named_tensors():
-            if id(tensor) not in ours and self._tensors.get(name) != fingerprint([tensor]):
+            if id(tensor) not in ours:
                 kind = "buffer" if name in dict(self._model.named_buffers()) else "parameter or attribute"
-                raise PrivateTrainingError(changed(f"{kind} {name!r}", "the model"))
+                self._compare(tensor, self._tensors.get(name), f"{kind} {name!r}", checks)
         for target in targets:
             if target.startswith("_const."):
-                now = fingerprint([read_attribute(base, target)])
-                if self._read.setdefault(f"{what} {target}", now) != now:
-                    raise PrivateTrainingError(changed(f"tensor {target.removeprefix('_const.')!r}", "the model"))
+                tensor = read_attribute(base, target)
+                first = self._read.setdefault(f"{what} {target}", _marked(tensor))
+                self._compare(tensor, first, f"tensor {target.removeprefix('_const.')!r}", checks)
+
+    def _compare(self, tensor: Tensor, known: "_Marks | None", what: str, checks: DeviceChecks) -> None:
+        """Refuse a tensor that is not what it was."""
+        why = partial(changed, what, "the model")
+        now = _marked(tensor)
+        if known is None or known[:2] != now[:2] or known[2].device != now[2].device:
+            raise PrivateTrainingError(why())
+        checks.refuse((known[2] != now[2]).any(), why)
 
     def check_attributes(self, captured: Mapping[str, Any]) -> None:
         """Refuse a graph captured with other values than the run began with, and values that have changed by now.
@@ -175,6 +191,14 @@ class Constants:
     def _default(self, name: str) -> Any:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
+
+
+_Marks = tuple[torch.dtype, torch.Size, Tensor]
+
+
+def _marked(tensor: Tensor) -> _Marks:
+    """What a tensor is and holds."""
+    return tensor.dtype, tensor.shape, print_of(tensor)
 
 
 def named_arguments(

@@ -60,14 +60,14 @@ class Run:
 class Pinned(NamedTuple):
     """What all micro-batches of a logical batch must have in common.
 
-    contents  of the parameters, which may be written in ways that leave no trace in `step`; None for a batch that is
-              not `Step.divided`
+    contents  of the parameters, which may be written in ways that leave no trace in `step`, see `Contents`; None for a
+              batch that is not `Step.divided`
     """
 
     step: int
     policy: Policy
     modes: Hashable
-    contents: Hashable
+    contents: object
 
 
 # Of the fields of `Pinned`.

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dpquant_compile as dpq
+from dpquant_compile.backends import compiled
 from dpquant_compile.backends.compiled import quantize_compiled
+from dpquant_compile.backends.ops.site import axis_list, site_call
 from dpquant_compile.numerics import formats
 from dpquant_compile.numerics.formats import Format, format_names, get_format, register_format
 from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import quantize_values
 from dpquant_compile.numerics.random_bits import site_keys
+from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
 from tests.support.heavy import few
 from tests.support.models import GroupNormNet, seeded
@@ -125,3 +128,13 @@ def test_channels_of_other_formats_are_left_to_the_reference() -> None:
         assert torch.equal(quantize_compiled(x, spec, KEY, ids, BatchAxis(0), 1), wanted)
     finally:
         formats._FORMATS.pop("signs")
+
+
+def test_other_devices_are_for_inductor_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = site_call("linear", 0, 0, str(Recipe()), axis_list(BatchAxis(0), BatchAxis(0)))
+    monkeypatch.setattr(compiled, "_missing_generator", compiled._missing_generator.__wrapped__)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    assert "Inductor needs Triton for cuda" in str(compiled.COMPILED.supports(call, torch.device("cuda")))
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    assert compiled.COMPILED.supports(call, torch.device("cuda")) is None
+    assert compiled.COMPILED.supports(call, torch.device("meta")) == "Inductor knows no device meta"

@@ -12,17 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.privacy.accounting.prints import gmac
 from dpquant_compile.privacy.atomic_file import sync_folder
 
 __all__ = ["Releases", "fingerprint"]
 
-_KEY, _NONCE = b"dpquant releases", b"fingerprint2"
-_PART = 1 << 30  # bytes that the cipher takes at once
 _EARLIER = re.compile(r"[0-9a-f]{16}")  # a fingerprint by an earlier version, too short to be unique
 _LINE = re.compile(r"(\S+) (\d+) ([0-9a-f]{32}|[0-9a-f]{16}|dropped|begun|world (\d+))")
 _DROPPED = "dropped"
@@ -35,19 +32,12 @@ _ANEW = "load the checkpoint with replay=False, which takes new noise and charge
 
 
 def fingerprint(values: Sequence[Tensor]) -> str:
-    """128 bits of the values' dtypes, shapes and bytes, in their order.
+    """128 bits of the values' dtypes, shapes and bytes, in their order: their `gmac`.
 
-    GMAC under a fixed key: about as fast as reading memory. Any accidental change alters it. It does not resist an
-    attacker: the key is public, so two values with the same fingerprint can be constructed.
+    Any accidental change alters it. It does not resist an attacker: the key is public, so two values with the same
+    fingerprint can be constructed. Values that lie on another device have other fingerprints.
     """
-    mac = Cipher(algorithms.AES(_KEY), modes.GCM(_NONCE)).encryptor()
-    for value in values:
-        mac.authenticate_additional_data(f"{value.dtype} {tuple(value.shape)};".encode())
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        for part in flat.split(_PART):
-            mac.authenticate_additional_data(part.numpy().data)
-    mac.finalize()
-    return mac.tag.hex()
+    return gmac(values)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_structure, tree_unf
 
 from dpquant_compile import pipeline
 from dpquant_compile.backends.ops.private_site import pack_weight
+from dpquant_compile.backends.sending import sent
 from dpquant_compile.engine_interface import Internals
 from dpquant_compile.errors import PrivateTrainingError
 from dpquant_compile.held_values import value_key
@@ -30,14 +31,15 @@ from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.private.drop_batch_loss import with_batch_loss
 from dpquant_compile.passes.private.joint_facts import TENSOR
 from dpquant_compile.passes.snapshot import storage_of
-from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, packed_key
 from dpquant_compile.privacy.clipping.parameter_uses import find_uses, refuse_whole_modules
 from dpquant_compile.privacy.clipping.program import PrivateProgram
 from dpquant_compile.privacy.constants import Constants
+from dpquant_compile.privacy.contents import Contents
 from dpquant_compile.privacy.data.loss_gradient import DIVIDED, LossGradient, PrivateForward
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
+from dpquant_compile.privacy.device_checks import DeviceChecks
 from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 from dpquant_compile.privacy.run import Forward, Pinned, Step
@@ -83,6 +85,8 @@ class Session:
     constant_inputs  arguments of forward() without a row per sample, by name: see `Constants`
     varying_shapes   whether rows may have other sizes from call to call
 
+    checks      refusals that wait for a device; they come before any sum leaves
+
     Guarantee: a sum holds each sample's gradient once, clipped as a whole, so that adding or removing a sample moves it
     by at most `sensitivity`. It has no noise, must stay secret, and leaves by `take_sums` alone, when `step` allows it.
     """
@@ -110,7 +114,8 @@ class Session:
         self.clipping = clipping
         self.physical = physical
         self.mean = mean
-        self.dropped = 0
+        self.checks = DeviceChecks()
+        self._dropped: Tensor | int = 0
         self._used: set[str] = set()
         self._programs: dict[Hashable, tuple[Program, PrivateProgram]] = {}
         self._outputs: dict[Hashable, list[Tensor]] = {}  # what each program gives: shapes, types and devices
@@ -136,6 +141,11 @@ class Session:
     def take_bits(self, bits: SecretBits) -> None:
         """Go on with other random bits, when the noise gets another key: a checkpoint is loaded, a replay is left."""
         self.bits = bits
+
+    @property
+    def dropped(self) -> int:
+        """How many samples were left out, since their gradients were not finite."""
+        return int(self._dropped)
 
     @property
     def draws_random(self) -> bool:
@@ -190,14 +200,14 @@ class Session:
     @contextmanager
     def rehearsal(self, noise_multiplier: float) -> Iterator[None]:
         """Between epochs, take batches whose sums stay inside of an analysis, which is paid for; no trace is left."""
-        dropped = self.dropped
+        dropped = self._dropped
         self.announce(None)  # what was given by hand before is no part of it
         self.step.pay(noise_multiplier)
         try:
             yield
         finally:
             self.announce(None)
-            self.dropped = dropped
+            self._dropped = dropped
 
     def take_sums(self, noise_multiplier: float) -> dict[str, Tensor | None]:
         """The sums for a step to use, with this noise; None for parameters that had no gradient.
@@ -206,9 +216,18 @@ class Session:
         sensitivity `self.sensitivity`.
         """
         self.check_attached()
+        self.settle()
         self.step.release(noise_multiplier)
         self._left = 0
         return {name: None if self.step.empty else self._sums.get(name) for name in self.parameters}
+
+    def settle(self) -> None:
+        """Raise what `checks` has to refuse, and drop the sums then: another try must not release them."""
+        try:
+            self.checks.settle()
+        except BaseException:
+            self.drop_sums()
+            raise
 
     def drop_sums(self) -> None:
         """Drop sums that were used, or that no step will use: a sample must not be in the sums of two steps."""
@@ -265,7 +284,7 @@ class Session:
             self.gradient.begin()
         inputs = self._inputs(program, given, size, table, self._scale(forward.bound))
         private = self._private(program, inputs, (args, kwargs))
-        self.constants.check_read(program.base, private.spec.attributes, self.parameters, "training")
+        self.constants.check_read(program.base, private.spec.attributes, self.parameters, "training", self.checks)
         call = _Call(self, private, size, forward)
         apply: Any = _Run.apply
         with self._random_operators(private, table.keys.device):
@@ -296,7 +315,7 @@ class Session:
         apply: Any = _Empty.apply
         return _unpadded(private, apply(self._anchor, private.differentiable, *rows), size)
 
-    def contents(self) -> Hashable:
+    def contents(self) -> object:
         """What the parameters hold, in a batch of several micro-batches; None in others, where no two can differ.
 
         Version counters do not see what is written through `.data`, by NumPy, or before `model.step` is set.
@@ -304,11 +323,11 @@ class Session:
         if not self.step.divided:
             return None
         held = tuple(map(id, self.internals.original.parameters()))  # one may be put in the place of another
-        return held, fingerprint(list(self.parameters.values()))
+        return held, Contents(list(self.parameters.values()), self.checks)
 
     def finish(self, call: "_Call", sums: Sequence[Tensor], dropped: Tensor) -> None:
         """Add what one backward has made to the sums."""
-        self.dropped += int(dropped)
+        self._dropped = self._dropped + dropped  # not in place: `rehearsal` keeps what was there
         if not self.step.growing:
             self._clear()
         self.step.backward(call.forward)
@@ -386,7 +405,7 @@ class Session:
         device = table.keys.device
         real = 0 if self.micro is not None and len(self.micro.ids) == 0 else size
         live = torch.arange(self.physical, device=device) < real
-        bounds = torch.tensor([bound * scale for bound in self.clipping.bounds], device=device)
+        bounds = sent(torch.tensor([bound * scale for bound in self.clipping.bounds]), device)
         return Inputs(args, self._weights(program, table), (table.policy, table.keys, table.samples), bounds, live)
 
     def _padded(self, program: Program, given: Sequence[Any], size: int) -> list[Any]:
@@ -417,7 +436,7 @@ class Session:
             running = recipe.running(precision)
             if running is not None:
                 fixed = id(value) not in trained and running.weight.rounding == "nearest"
-                state += (precision, value._version, None if fixed else int(table.keys[row, 0]))
+                state += (precision, value._version, None if fixed else table.weight_keys[row])
             if self._packed.get(key, (None,))[0] != state:
                 weight = value.detach().t() if transposed else value
                 packed = pack_weight(weight, table.keys, call_at(node, row, str(recipe)), precision)
@@ -494,7 +513,7 @@ class _Call:
         refuse_modes()
         session.step.check_backward(self.forward)
         if session.gradient is not None:
-            session.gradient.check()
+            session.gradient.check(session.checks)
         if self.versions != self._versions() or self.forward.pinned.contents != session.contents():
             raise PrivateTrainingError(
                 "parameters were changed between the forward and its backward: the gradient would belong to neither. "

@@ -5,6 +5,7 @@ A mean divides each sample's gradient by the size of the batch, and a multiplica
 sample would change how all others are rounded, and move their clipped gradients by many percent of the bound.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.privacy.device_checks import DeviceChecks
 
 __all__ = ["DIVIDED", "LossGradient", "PrivateForward", "is_private"]
 
@@ -37,13 +39,13 @@ class LossGradient:
     """
 
     def __init__(self) -> None:
-        self._factors: set[float] = set()  # in the backward under way
-        self._usual: set[float] | None = None  # in the first one
+        self._factors: list[Tensor] = []  # in the backward under way
+        self._usual: Tensor | None = None  # in the first one
         self._reached = False
 
     def begin(self) -> None:
         """A new forward: what was seen before belongs to another backward."""
-        self._factors, self._reached = set(), False
+        self._factors, self._reached = [], False
 
     def shown(self, losses: Tensor, divisor: int | None) -> Tensor:
         """`losses / divisor`, with the gradient of `losses`. Without a divisor `losses` are not reduced yet."""
@@ -54,9 +56,9 @@ class LossGradient:
         """A gradient that has arrived from the loop."""
         self._reached = True
         if reduced:
-            self._factors.add(float(grad))
+            self._factors.append(grad.detach().reshape(()))
 
-    def check(self) -> None:
+    def check(self, checks: DeviceChecks) -> None:
         """Refuse a backward that does not come from the criterion, or scales its loss otherwise than the first did."""
         if not self._reached:
             raise PrivateTrainingError(
@@ -64,16 +66,29 @@ class LossGradient:
                 "loss keeps samples apart; a mean over tokens, or over pairs, does not. Fix: "
                 "criterion(model(x), y).backward(); give another loss to make_private as criterion="
             )
+        now = torch.stack(self._factors) if self._factors else torch.zeros(0)
         if self._usual is None:
-            self._usual = self._factors
-        elif self._factors != self._usual:
-            now, usual = (" and ".join(map(str, sorted(each))) for each in (self._factors, self._usual))
-            raise PrivateTrainingError(
-                f"the loss was multiplied by {now} before this backward, and by {usual} before the first one. "
-                "Gradients are clipped after that, so a factor made of the batch lets one sample scale all others. "
-                "Fix: call backward() on what the criterion returns, or on a constant multiple of it; the learning "
-                "rate may change"
-            )
+            self._usual = now
+        elif now.device == self._usual.device:
+            checks.refuse(_differ(now, self._usual), partial(_scaled, now, self._usual))
+        else:
+            raise PrivateTrainingError(_scaled(now, self._usual))
+
+
+def _differ(some: Tensor, others: Tensor) -> Tensor:
+    """Whether two lists of numbers hold other ones, however often."""
+    equal = some[:, None] == others
+    return ~(equal.any(0).all() & equal.any(1).all())
+
+
+def _scaled(now: Tensor, usual: Tensor) -> str:
+    told, first = (" and ".join(map(str, sorted(set(each.cpu().tolist())))) for each in (now, usual))
+    return (
+        f"the loss was multiplied by {told} before this backward, and by {first} before the first one. "
+        "Gradients are clipped after that, so a factor made of the batch lets one sample scale all others. "
+        "Fix: call backward() on what the criterion returns, or on a constant multiple of it; the learning "
+        "rate may change"
+    )
 
 
 def is_private(losses: Tensor) -> bool:

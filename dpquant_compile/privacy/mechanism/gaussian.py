@@ -1,9 +1,10 @@
-"""The Gaussian noise of DP-SGD: AES-256 in counter mode, turned into normals.
+"""The Gaussian noise of DP-SGD: AES-256 in counter mode, or ChaCha20 on GPUs, turned into normals.
 
 The guarantee of DP-SGD assumes that nobody can tell the noise from true randomness. torch's generators (a Mersenne
 twister on the CPU) are not built for that: their state can be recovered from their output, and a seed of 32 bits can be
 tried out. Here the bits are the keystream of a block cipher, and each draw uses a part of it that no other draw uses.
-`normals` turns it into normals, by instructions of the CPU for both, which is also quicker than `torch.randn`.
+`normals` turns it into normals, by instructions of the CPU for both, which is also quicker than `torch.randn`. Noise
+for tensors on a GPU is drawn there, by `device_normals`, from a key of its own that is derived from the stream's.
 
 A stream is as unpredictable as its key. `GaussianStream.secure` takes its key from the operating system and never
 reveals it. `GaussianStream.seeded` can be reproduced by anyone who knows the seed: use it for experiments.
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import PrivacySpecError
+from dpquant_compile.privacy.mechanism import device_normals
 from dpquant_compile.privacy.mechanism.normals import BLOCKS, GROUP, draw_normals
 
 __all__ = ["GaussianStream", "Part"]
@@ -43,6 +45,8 @@ _VERSION = 2
 _DOMAIN = b"dpquant noise v2"
 
 _PLACE = b"dpquant place v1"
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class GaussianStream:
     In a forked child, a secure stream takes a new key by itself; a seeded one repeats the parent's.
 
     The same seed and rank give the same normals, bit for bit, for the same sequence of sizes: on any number of threads,
-    on every CPU, with or without a C++ compiler.
+    on every CPU, with or without a C++ compiler. A GPU gives others. A draw counts alike on both, so a stream may go
+    from one to the other: each draw of either cipher uses a part of its keystream that no other draw uses.
     """
 
     def __init__(self, seed: int | None, rank: int = 0) -> None:
@@ -136,8 +141,11 @@ class GaussianStream:
         They are as secret as the noise: new entropy in a secure stream, a function of the seed in a seeded one.
         """
         with self._lock:
-            nonce = self._nonce.to_bytes(_NONCE, "big")
-            return hashlib.blake2b(nonce, key=self._key, digest_size=32, person=purpose).digest()
+            return self._derived(purpose)
+
+    def _derived(self, purpose: bytes) -> bytes:
+        nonce = self._nonce.to_bytes(_NONCE, "big")
+        return hashlib.blake2b(nonce, key=self._key, digest_size=32, person=purpose).digest()
 
     def fill(self, n: int) -> Tensor:
         """The next `n` standard normals: float32, on the CPU."""
@@ -168,7 +176,8 @@ class GaussianStream:
         part = part or Part(0, sum(sizes), sum(sizes))
         if sum(sizes) != part.stop - part.start:
             raise PrivacySpecError(f"{sum(sizes)} values in the tensors of {part}, which has another number of them")
-        flat = self._draw(part, float(std))
+        devices = {tensor.device for tensor in tensors}
+        flat = self._draw(part, float(std), devices.pop() if len(devices) == 1 else _CPU)
         result = []
         start = 0
         for tensor, size in zip(tensors, sizes, strict=True):
@@ -252,11 +261,19 @@ class GaussianStream:
             self._key = hashlib.blake2b(f"{seed}\0{rank}".encode(), digest_size=32, person=_DOMAIN).digest()
             self._nonce = 0
 
-    def _draw(self, part: Part, std: float) -> Tensor:
-        """A part of the next draw, times `std`. The loop multiplies; the result equals a multiplication after it."""
+    def _draw(self, part: Part, std: float, device: torch.device = _CPU) -> Tensor:
+        """A part of the next draw, times `std`. The loop multiplies; the result equals a multiplication after it.
+
+        It is on `device` if that can draw, else on the CPU.
+        """
         groups = _groups(part.stop - part.start)
         with self._lock, torch.no_grad():
             counter = self._take(_groups(part.whole) * BLOCKS) + part.start // GROUP * BLOCKS
+            if device_normals.can_draw(device):
+                far = torch.empty(groups * GROUP, dtype=torch.float32, device=device)
+                first = (counter - self._nonce) // BLOCKS * device_normals.BLOCKS
+                device_normals.draw_on_device(self._derived(device_normals.PURPOSE), first, std, far)
+                return far[: part.stop - part.start]
             out = self._room(groups * GROUP)
             draw_normals(self._key, counter, std, out)
             # Return a separate view before another thread calls `_room`: the view marks the memory as in use.

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpquant_compile.backends import native_library
 from dpquant_compile.backends.native_library import NativeLibrary
 
-__all__ = ["BLOCKS", "GROUP", "draw_normals"]
+__all__ = ["BLOCKS", "GROUP", "box_muller", "draw_normals", "draw_reference"]
 
 GROUP = 32  # normals that are made together
 BLOCKS = 12  # of the keystream, for a group
@@ -65,6 +65,11 @@ def draw_normals(key: bytes, counter: int, std: float, out: Tensor) -> None:
     _draw(_library(), key, counter % _COUNTERS, std, out)
 
 
+def draw_reference(key: bytes, counter: int, std: float, out: Tensor) -> None:
+    """What `draw_normals` does, without the C++ loop."""
+    _draw(None, key, counter % _COUNTERS, std, out)
+
+
 def _draw(library: NativeLibrary | None, key: bytes, first: int, std: float, out: Tensor) -> None:
     groups = out.numel() // GROUP
     if library is not None and library.text("cipher"):
@@ -79,7 +84,7 @@ def _draw(library: NativeLibrary | None, key: bytes, first: int, std: float, out
         if library is not None:
             library("transform", words, count, float(std), part)
         else:
-            part.copy_(_box_muller(words, std))
+            part.copy_(box_muller(words, std))
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +112,7 @@ def _encrypt(key: bytes, counter: int, room: memoryview) -> None:
         encryptor.update_into(_ZEROS[:count], room[start : start + count + _SLACK])
 
 
-def _box_muller(words: Tensor, std: float) -> Tensor:
+def box_muller(words: Tensor, std: float) -> Tensor:
     """The normals of int32 words, flat: of each group all cosines and then all sines. `cpp/normals.cpp` is the same."""
     high, low, angle = words.view(-1, 3, _LANES).unbind(1)
     u = _upper(high) * 2.0**-24 + (_upper(low) + 0.5) * 2.0**-48

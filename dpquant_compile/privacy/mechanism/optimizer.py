@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -140,14 +141,10 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         other, and is charged.
         """
         self._check_parameters()
-        stray = next((n for n, p in self.session.parameters.items() if not self._ours(n, p.grad)), None)
-        if stray is not None:
-            raise PrivateTrainingError(
-                f"parameter {stray!r} has a gradient that did not come through the private program, so it was not "
-                "clipped: the model was in eval(), or a loss reaches the parameter around it, as a penalty on weights "
-                "does. Fix: model.train() before the loop, and after an evaluation; weight_decay= of the optimizer for "
-                "a penalty; parameters only inside the model's forward(); optimizer.zero_grad() before the first step"
-            )
+        for name, parameter in self.session.parameters.items():
+            grad = parameter.grad
+            if grad is not None and not self._ours(name, grad):
+                self.session.checks.refuse(grad.count_nonzero() > 0, partial(_stray, name))
         # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
         self._settle()
         sums = self.session.take_sums(self.noise_multiplier)
@@ -216,11 +213,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         named = self.session.model.named_parameters()
         return next((repr(name) for name, own in named if own is parameter), f"of shape {tuple(parameter.shape)}")
 
-    def _ours(self, name: str, grad: Tensor | None) -> bool:
-        """Whether a gradient is nothing, or the last step's as it was left: autograd adds to one that is there."""
-        if grad is None or (grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1]):
-            return True
-        return not bool(grad.count_nonzero())
+    def _ours(self, name: str, grad: Tensor) -> bool:
+        """Whether a gradient is the last step's as it was left: autograd adds to one that is there."""
+        return grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1]
 
     def scale_grad(self) -> None:
         """Divide by the expected batch size where the loss is a mean."""
@@ -261,6 +256,15 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             "a private optimizer can be neither copied nor pickled: it belongs to its model, engine and account. Fix: "
             "optimizer.state_dict(), or engine.save_checkpoint(...) for the whole run"
         )
+
+
+def _stray(name: str) -> str:
+    return (
+        f"parameter {name!r} has a gradient that did not come through the private program, so it was not "
+        "clipped: the model was in eval(), or a loss reaches the parameter around it, as a penalty on weights "
+        "does. Fix: model.train() before the loop, and after an evaluation; weight_decay= of the optimizer for "
+        "a penalty; parameters only inside the model's forward(); optimizer.zero_grad() before the first step"
+    )
 
 
 def add_part(noise: GaussianStream, sums: Sequence[Tensor], std: float, part: Part) -> list[Tensor]:

@@ -211,7 +211,7 @@ class Paper:
         names = [name for name, p in session.parameters.items() if p.requires_grad and session.uses(name)]
         for name, total in zip(names, setting.world.sum(wide_sums(session, sums, names)), strict=True):
             parameter = session.parameters[name]
-            grad = std * torch.randn(parameter.shape, generator=generator) + total
+            grad = std * torch.randn(parameter.shape, generator=generator).to(total.device) + total
             divisor = max(setting.expected, 1.0) if optimizer.loss_reduction == "mean" else 1.0
             parameter.grad = (grad / divisor).to(parameter.dtype)
         optimizer.original_optimizer.step()

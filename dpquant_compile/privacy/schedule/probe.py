@@ -21,6 +21,7 @@ from dpquant_compile.backends.ops.site import output_shape, plain_dtypes
 from dpquant_compile.backends.reference.clipped_site import site_at
 from dpquant_compile.backends.registry import Shapes, SiteCall, Streams
 from dpquant_compile.backends.rotated_site import arithmetic_of
+from dpquant_compile.backends.sending import sent
 from dpquant_compile.errors import PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, fold
 from dpquant_compile.numerics.recipe import Precision, Recipe
@@ -134,7 +135,9 @@ class Probe:
         finally:
             for module, training in was.items():
                 module.training = training
-        return torch.stack(columns, 1)
+        result = torch.stack(columns, 1)
+        self._session.settle()  # the row of a sample is about to be used
+        return result
 
     def _baseline(self, batch: Batch) -> "_Run":
         programs = self._internals.programs
@@ -144,14 +147,15 @@ class Probe:
         constants = self._session.constants
         constants.check_call(program.base, given, args, kwargs, "analysis")
         read = [str(node.target) for node in program.base.graph.nodes if node.op == "get_attr"]
-        constants.check_read(program.base, read, self._session.parameters, "analysis")
+        constants.check_read(program.base, read, self._session.parameters, "analysis", self._session.checks)
         if id(program) not in self._proved:
             constants.check_attributes(program.attributes)
             self._proved[id(program)] = pipeline.isolated(program.base, args, kwargs, programs.log)
         base = self._proved[id(program)]
         names = [name for name, _ in sorted(program.rows.items(), key=lambda item: item[1])]
         bits = self._session.bits
-        keys = bits.site_keys(self._step, names)
+        device = next((p.device for p in self._internals.original.parameters()), torch.device("cpu"))
+        keys = sent(bits.site_keys(self._step, names), device)
         recipe = str(self._internals.spec.recipe)
         size = len(batch.ids)
         if not program.any_batch and size != self._physical:
@@ -163,7 +167,7 @@ class Probe:
         ids = bits.sample_ids(self._step, torch.cat([batch.ids, torch.full((missing,), -1, dtype=torch.int64)]))
         # Padding is with the last group, whose rounding it then shares.
         groups = torch.cat([batch.groups, batch.groups[-1:].expand(missing)])
-        run = _Run(base, program.rows, recipe, keys, ids, groups, size)
+        run = _Run(base, program.rows, recipe, keys, sent(ids, device), groups, size)
         placeholders = [node for node in base.graph.nodes if node.op == "placeholder"]
         values = zip(placeholders, given, strict=True)
         run.start([padded(node, value, size, self._physical) for node, value in values])

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpquant_compile.errors import PrivateTrainingError
-from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping import runtime as session_module
 from dpquant_compile.privacy.clipping.program import PrivateProgram
+from dpquant_compile.privacy.contents import Contents
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from tests.support import models
 from tests.support.private import assert_close, clipped_sums, made_private, reference_sums
@@ -40,11 +40,11 @@ def test_contents_of_parameters_are_read_only_where_a_batch_is_divided(
     trained = {id(parameter) for parameter in run.model.parameters()}
     read = []
 
-    def noted(values: Any) -> str:
+    def noted(values: Any, checks: Any) -> Contents:
         read.extend(values)
-        return fingerprint(values)
+        return Contents(values, checks)
 
-    monkeypatch.setattr(session_module, "fingerprint", noted)
+    monkeypatch.setattr(session_module, "Contents", noted)
     assert train(run) == 24 // physical
     assert len(read) == times * len(trained) and {id(value) for value in read} <= trained
 

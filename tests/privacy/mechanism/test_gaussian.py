@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import io
+import itertools
 import pickle
 import threading
 from collections.abc import Callable
@@ -13,17 +14,24 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from scipy import stats
 from torch import Tensor
 
 from dpquant_compile.errors import DPQuantError, PrivacySpecError
 from dpquant_compile.numerics.random_bits import ROLES, random_bits, sample_keys, site_keys
+from dpquant_compile.privacy.mechanism import device_normals
 from dpquant_compile.privacy.mechanism import gaussian as noise
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from dpquant_compile.privacy.mechanism.normals import BLOCKS, GROUP, draw_normals
+from tests.support.normality import (
+    SIGMAS,
+    check_moments_and_distribution,
+    check_neighbours_and_pairs,
+    check_radius_and_angle,
+    check_tail_counts,
+    correlation,
+)
 
 N = 1 << 20
-SIGMAS = 6.0  # chance 2e-9: a secure stream is different every time, and must not fail by bad luck
 
 SOURCES: dict[str, Callable[[], GaussianStream]] = {
     "seeded": lambda: GaussianStream.seeded(1234),
@@ -54,8 +62,8 @@ class Recorder(GaussianStream):
         super().__init__(seed, rank)
         self.taken: list[bytes] = []
 
-    def _draw(self, part: Part, std: float) -> Tensor:
-        result = super()._draw(part, std)
+    def _draw(self, part: Part, std: float, *device: torch.device) -> Tensor:
+        result = super()._draw(part, std, *device)
         self.taken.append(counter_mode(*LOCAL.used))
         return result
 
@@ -80,17 +88,6 @@ def counter_mode(key: bytes, first: int, blocks: int) -> bytes:
     return Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(counters)
 
 
-def pairs(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The two normals of each pair: a group has all first ones and then all second ones."""
-    groups = x.reshape(-1, 2, GROUP // 2)
-    return groups[:, 0].ravel(), groups[:, 1].ravel()
-
-
-def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """In units of its own standard deviation for independent a and b."""
-    return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
-
-
 @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 1001])
 @pytest.mark.parametrize("first", [0, 12, 2**128 - 5])
 def test_normals_are_those_of_the_next_blocks(n: int, first: int) -> None:
@@ -105,37 +102,21 @@ def test_normals_are_those_of_the_next_blocks(n: int, first: int) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_moments_and_distribution(drawn: dict[str, np.ndarray], source: str) -> None:
-    x = drawn[source]
-    # mean, variance, skewness and excess kurtosis of n normals have variances 1/n, 2/n, 6/n and 24/n.
-    found = [(x.mean(), 1), (x.var() - 1, 2), (stats.skew(x), 6), (stats.kurtosis(x), 24)]
-    for value, variance in found:
-        assert abs(value) < SIGMAS * (variance / N) ** 0.5
-    assert stats.kstest(x, "norm", method="asymp").pvalue > 1e-7
+    check_moments_and_distribution(drawn[source])
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_tail_counts(drawn: dict[str, np.ndarray], source: str) -> None:
-    for sigma in (1.0, 2.0, 3.0, 3.5, 4.0, 4.5):
-        for side in (drawn[source], -drawn[source]):
-            count = int((side > sigma).sum())
-            assert stats.binomtest(count, N, stats.norm.sf(sigma)).pvalue > 1e-8, (sigma, count)
+    check_tail_counts(drawn[source])
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_neighbours_and_pairs_are_independent(drawn: dict[str, np.ndarray], source: str) -> None:
-    x = drawn[source]
-    for lag in (1, 2, 3, 4, 8, 16, 32):
-        assert abs(correlation(x[lag:], x[:-lag])) < SIGMAS
-    first, second = pairs(x)
-    assert abs(correlation(first, second)) < SIGMAS
-    assert abs(correlation(first**2, second**2)) < SIGMAS
+    check_neighbours_and_pairs(drawn[source])
 
 
 def test_radius_and_angle_are_uniform(drawn: dict[str, np.ndarray]) -> None:
-    first, second = pairs(drawn["seeded"])
-    angle = np.arctan2(second, first) / (2 * np.pi) + 0.5
-    assert stats.kstest(angle, "uniform", method="asymp").pvalue > 1e-3
-    assert stats.kstest(np.exp(-(first**2 + second**2) / 2), "uniform", method="asymp").pvalue > 1e-3
+    check_radius_and_angle(drawn["seeded"])
 
 
 def test_no_block_is_taken_twice_whatever_the_sizes() -> None:
@@ -210,6 +191,60 @@ def test_parts_make_up_the_draw(whole: int, size: int) -> None:
     blocks = [block for stream in streams for block in stream.blocks()]
     assert len(set(blocks)) == len(blocks) == want.position
     assert max(lengths) - min(lengths) <= 32 + whole % 32
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int, int]]:
+    """Noise is drawn as on a GPU, by the reference. What each draw takes: a key, its first block, and the next one."""
+    taken = []
+
+    def draw(key: bytes, first: int, std: float, out: Tensor) -> None:
+        taken.append((key, first, first + out.numel() // GROUP * device_normals.BLOCKS))
+        out.copy_(device_normals.reference_normals(key, first, std, out.numel()))
+
+    monkeypatch.setattr(device_normals, "can_draw", lambda device: True)
+    monkeypatch.setattr(device_normals, "draw_on_device", draw)
+    return taken
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_on_devices_make_up_the_draw(size: int, on_device: list[tuple[bytes, int, int]]) -> None:
+    n, parts = 1000, []
+    stream = GaussianStream.seeded(3)
+    stream.fill(5)
+    whole = stream.normal_like([torch.empty(n)], 2.0)[0]
+    used = on_device[-1]
+    for rank in range(size):
+        other, part = GaussianStream.seeded(3), Part.of(n, rank, size)
+        other.skip(5)
+        parts.append(other.normal_like([torch.empty(part.stop - part.start)], 2.0, part)[0])
+        assert other.position == stream.position
+    assert torch.equal(torch.cat(parts), whole)
+    ends = [used[1], *(last for _, _, last in on_device[2:])]
+    assert [first for _, first, _ in on_device[2:]] == ends[:-1] and ends[-1] == used[2]  # and no block twice
+
+
+def test_a_device_takes_other_blocks_for_every_draw(on_device: list[tuple[bytes, int, int]]) -> None:
+    stream = GaussianStream.seeded(8)
+    for n in (1, 40, 32, 0, 7):
+        stream.normal_like([torch.empty(n)], 1.0)
+    state = stream.state_dict()
+    resumed = GaussianStream.seeded(8)
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.normal_like([torch.empty(9)], 1.0)[0], stream.normal_like([torch.empty(9)], 1.0)[0])
+    spans = sorted(span[1:] for span in on_device[:-1])
+    assert all(last <= first for (_, last), (first, _) in itertools.pairwise(spans))
+
+
+def test_the_key_of_a_device_is_its_own(on_device: list[tuple[bytes, int, int]]) -> None:
+    """Derived from the stream's: not the key of AES, nor one that another purpose has; and another after `renew`."""
+    stream, keys = GaussianStream.secure(), set()
+    for _ in range(2):
+        stream.normal_like([torch.empty(3)], 1.0)
+        others = stream._key, stream.derived_key(b"dpquant bits v1"), stream.derived_key(noise._PLACE)
+        keys |= {on_device[-1][0], *others}
+        stream.renew()
+    assert len(keys) == 8
 
 
 def test_what_another_process_drew_is_skipped() -> None:

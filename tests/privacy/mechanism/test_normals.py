@@ -105,7 +105,7 @@ def transformed(words: Tensor) -> Tensor:
     library, lanes = normals._library(), GROUP // 2
     flat = words.view(3, -1, lanes).transpose(0, 1).contiguous().view(-1)
     if library is None:
-        out = normals._box_muller(flat, 1.0)
+        out = normals.box_muller(flat, 1.0)
     else:
         out = torch.empty(flat.numel() // 3 * 2)
         library("transform", flat, len(flat) // (3 * lanes), 1.0, out)
