@@ -15,7 +15,7 @@ from dpquant_compile.backends.cpu_int8 import build as native
 from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
 from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of
 from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forward_table
-from dpquant_compile.backends.cpu_int8.sized_call import Sizes, sized_call, sizes_of, table_of
+from dpquant_compile.backends.cpu_int8.sized_call import Sizes, shapes_of, sized_call, sizes_of, table_of
 from dpquant_compile.backends.cpu_int8.weights import packing
 from dpquant_compile.backends.ops.site import axis_list, site_arguments, site_call
 from dpquant_compile.backends.reference.emulated import key_of
@@ -122,7 +122,7 @@ def conv_case(
         -3, 3, (batch,), generator=generator
     ).reshape(-1, *[1] * (rank + 1))
     weight = torch.randn(features, channels // groups, *kernel, generator=generator)
-    shapes = cpu_int8._shapes(x, weight, call)
+    shapes = shapes_of(x, weight, call)
     grad = torch.randn(shapes.y, generator=generator).relu()
     if channels_last and rank == 2:
         x, grad = (t.contiguous(memory_format=torch.channels_last) for t in (x, grad))
@@ -134,7 +134,7 @@ def linear_case(fmt: str, shape: tuple[int, ...], axis: BatchAxis, features: int
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     weight = torch.randn(features, shape[-1], generator=generator)
-    shapes = cpu_int8._shapes(x, weight, call)
+    shapes = shapes_of(x, weight, call)
     grad = torch.randn(shapes.y, generator=generator)
     return Case(call, shapes, x, weight, grad, Streams(KEYS, torch.arange(shapes.batch) + 11))
 
@@ -311,7 +311,7 @@ def test_samples_do_not_see_each_other(fmt: str) -> None:
     norms = KERNEL.sample_norms(x, grad, case.shapes, "gram", case.call, case.streams)
     for i in range(4):
         streams = Streams(KEYS, case.streams.samples[i : i + 1])
-        shapes = cpu_int8._shapes(case.x[i : i + 1], case.weight, case.call)
+        shapes = shapes_of(case.x[i : i + 1], case.weight, case.call)
         one = Case(case.call, shapes, case.x[i : i + 1], case.weight, case.grad[i : i + 1], streams)
         own_x, own_grad, own_packed = one.operands()
         assert torch.equal(KERNEL.product(own_x, own_packed, None, shapes, case.call, streams)[0], together[i])
