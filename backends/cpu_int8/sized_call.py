@@ -188,9 +188,7 @@ def _joined(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     return math.prod(size for size, _ in real), real[-1][1] if real else 1
 
 
-def empty_samples(
-    shape: tuple[int, ...], axis: BatchAxis, conv: bool, device: torch.device = torch.device("cpu")
-) -> Tensor:
+def empty_samples(shape: tuple[int, ...], axis: BatchAxis, conv: bool, device: torch.device | str = "cpu") -> Tensor:
     """Room for what kernels write. A conv's has the shape already, channels-last; a linear's is in sample view."""
     made: dict[str, Any] = dict(dtype=torch.float32, device=device)
     if not conv:

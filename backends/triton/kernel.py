@@ -166,7 +166,8 @@ class TritonSite:
         out = _empty(shapes.y, call.output_axis, call, x.codes.device)
         places = plan.forward, sizes.batch, sizes.pixels, sizes.in_pixels
         bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
-        _product(x, weight, packed, bias, out, places, (sizes, terms, rows, strides), plan.x.highest * plan.weight.highest)
+        most = plan.x.highest * plan.weight.highest
+        _product(x, weight, packed, bias, out, places, (sizes, terms, rows, strides), most)
         return out if call.geometry is not None else from_samples(out, call.output_axis, shapes.y)
 
     def product_grad_input(
@@ -313,9 +314,9 @@ def _quantize(
     blocks = ceil_div(count, groups)
     ids = key if samples is None else samples
     launch(
-        kernels.quantize, (batch * blocks,), x, sizes, key, ids, codes, unit, call, *layout[1:], together, count, blocks,
-        fmt=found.number, nearest=int(found.nearest), scale=scale, folds=int(samples is not None), groups=groups,
-        slots=slots,
+        kernels.quantize, (batch * blocks,), x, sizes, key, ids, codes, unit, call, *layout[1:], together, count,
+        blocks, fmt=found.number, nearest=int(found.nearest), scale=scale, folds=int(samples is not None),
+        groups=groups, slots=slots,
     )  # fmt: skip
 
 
@@ -341,8 +342,10 @@ def _product(
         return
     thin = table is not None and terms < _THIN and sizes.taps > 1
     length = sizes.taps * terms if thin else terms
-    tall, wide, depth = _tile(batch * pixels, _TALL), _tile(columns, _WIDE), _tile(length, _DEPTH, 32)
+    depth = _tile(length, _DEPTH, 32)
     span = 0 if sizes.taps * terms * most < 2**31 else (2**31 - 1) // (most * depth)
+    # Sums in 64 bits take twice the registers.
+    tall, wide = _tile(batch * pixels, _TALL if span == 0 else _TALL // 2), _tile(columns, _WIDE)
     across = ceil_div(columns, wide)
     counts = batch * pixels, pixels, in_pixels, terms * sizes.groups, terms, columns, sizes.taps, *strides, across
     tensors = rows.codes, rows.unit, weight, packed[:4].view(torch.float32), out if bias is None else bias

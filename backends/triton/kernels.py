@@ -62,7 +62,9 @@ def _mix32(x: tl.tensor) -> tl.tensor:
 
 
 @_jit
-def _random_bits(key: tl.tensor, call: tl.tensor, sample: tl.tensor, index: tl.tensor, folds: tl.constexpr) -> tl.tensor:
+def _random_bits(
+    key: tl.tensor, call: tl.tensor, sample: tl.tensor, index: tl.tensor, folds: tl.constexpr
+) -> tl.tensor:
     """`random_bits` of a sample's elements, in unsigned integers, whose shifts are logical as they are."""
     key = key.to(tl.uint64, bitcast=True)
     if folds:

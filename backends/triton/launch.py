@@ -4,7 +4,6 @@ Triton is an optional extra, and nothing here imports it before it is asked for.
 interpreter only, which is slow and for tests.
 """
 
-import os
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -26,7 +25,7 @@ def unavailable(device: torch.device) -> str | None:
     if device.type == "cpu":
         if missing is None and interpreted():
             return None
-        return "for NVIDIA GPUs, not for cpu (but in Triton's interpreter: TRITON_INTERPRET=1)"
+        return "for NVIDIA GPUs, not for cpu"
     if device.type != "cuda":
         return f"for NVIDIA GPUs, not for {device.type}"
     if missing is not None:
@@ -43,8 +42,11 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which Triton decides when it is imported."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "y", "yes")
+    """Whether kernels run in Triton's interpreter. Triton's own functions are fixed when it is imported, ours when
+    `load` imports them."""
+    triton = import_module("triton")
+    own = isinstance(import_module("triton.language").sum, triton.JITFunction)
+    return bool(triton.knobs.runtime.interpret) and not own
 
 
 @lru_cache(maxsize=1)
