@@ -50,6 +50,7 @@ _ROWS, _COLUMNS = 64, 64  # the largest tile of a weight gradient
 _THIN = 16  # taps of fewer channels are taken several at a time
 _PROGRAMS = 256  # that a weighted sum is spread over, if the batch is large enough
 
+_SUMMED = 1 << 63  # squares of a sample's gradient that could come to more are added up in halves
 _LONGEST = 1 << 16  # pixels whose products of codes surely fit 32 bits when summed
 _HEADER = 16  # bytes before the codes of a packed weight; the unit is the first four
 
@@ -372,7 +373,7 @@ def _squares(x: Operand, grad: Operand, plan: _Plan) -> Tensor:
     """Σ G² of the codes' gradients [B], in float64."""
     sizes = plan.sizes
     most = plan.x.highest * plan.grad.highest * sizes.pixels
-    halves = sizes.features * sizes.taps * plan.terms * most**2 >= 2**63
+    halves = sizes.features * sizes.taps * plan.terms * most**2 >= _SUMMED
     found = torch.zeros(sizes.batch, 1 + halves, dtype=torch.int64, device=x.codes.device)
     tiles, across, arguments, constants = _gradient(plan)
     if sizes.batch:

@@ -127,8 +127,10 @@ def largest(
     blocks: tl.tensor,
     block: tl.constexpr,
 ) -> None:
-    """`sizes[sample]` = the largest bit pattern of |x| of elements without a sign, and of those with one. Requires zeros
-    there. A sample has `count` elements, `inner` of them by steps of `by_inner`."""
+    """`sizes[sample]` = the largest bit patterns of |x|, of elements without a sign and of those with one.
+
+    Requires zeros there. A sample has `count` elements, rows of `inner` of them by steps of `by_inner`.
+    """
     program = tl.program_id(0)
     sample = (program // blocks).to(tl.int64)
     at = (program % blocks) * block + tl.arange(0, block)
@@ -344,7 +346,7 @@ def product(
     steps = tl.cdiv(taps * terms, depth) if thin else taps * tl.cdiv(terms, depth)
     if span == 0:
         total = tl.full((tall, wide), 0, tl.int32)
-        for step in range(0, steps):
+        for step in range(steps):
             left, right = _part(
                 start, own_weight, table, pixel, column, step, live, channels, terms, columns, taps, w_tap, w_column,
                 own, thin, depth,

@@ -143,8 +143,10 @@ def spread(values: Tensor, axis: BatchAxis, like: Tensor) -> Tensor:
 
 
 def check_products(case: Case, short: int = 0) -> Tensor:
-    """All products of one call, bit for bit; Σ G² of the codes' gradients. On maps of up to `short` pixels weighted sums
-    are float32 products over the batch."""
+    """All products of one call, bit for bit; returns Σ G² of the codes' gradients.
+
+    On maps of up to `short` pixels weighted sums are float32 products over the batch.
+    """
     call, shapes, kernel = case.call, case.shapes, case.kernel
     (qx, ux), (qg, ug), (qw, uw) = case.parts("x"), case.parts("grad"), case.parts("weight")
     x, grad, packed = case.operands()

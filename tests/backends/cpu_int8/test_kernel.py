@@ -1,7 +1,6 @@
 """The int8 backend: each product is, bit for bit, exact arithmetic on the reference's codes, for any geometry."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +17,9 @@ from dpquant_compile.backends.cpu_int8.sized_call import Sizes, sized_call, size
 from dpquant_compile.backends.cpu_int8.weights import packing
 from dpquant_compile.backends.ops.site import axis_list, site_arguments, site_call
 from dpquant_compile.backends.registry import Operand, Shapes, Streams, choose_kernel
-from dpquant_compile.explain import explain, kernels_of
 from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.random_bits import site_keys
-from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
-from dpquant_compile.spec import CompileSpec
 from tests.support.int8_cases import (
     KEYS,
     MIXED,
@@ -192,15 +188,6 @@ def test_explain_says_native_or_why_not() -> None:
         assert not row.native and "emulated" in row.kernel and f"int8, not {fmt}" in row.note
     (row,) = dpq.compile(nn.Linear(4, 4).double(), budget=1).train().explain()
     assert row.kernel == "reference (emulated)" and "its weight is torch.float64" in row.note
-
-
-def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, spec = dpq.compile(nn.Linear(4, 4), budget=1).train(), Recipe.of_format("luq_fp4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    what, device = CompileSpec(1, spec), torch.device("cuda")
-    text = str(explain(model.sites, model.policy, what, device, True, kernels_of(what, device, {}), {}))
-    assert "not used yet: fp8 by torch._scaled_mm" in text and "never run on a GPU" in text
-    assert "reference (emulated)" in text and "not cpu_int8: for the CPU only" in text
 
 
 def test_it_is_what_auto_takes() -> None:
