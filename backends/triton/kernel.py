@@ -345,8 +345,8 @@ def _product(
     length = sizes.taps * terms if thin else terms
     depth = _tile(length, _DEPTH, 32)
     span = 0 if sizes.taps * terms * most < 2**31 else (2**31 - 1) // (most * depth)
-    # Sums in 64 bits take twice the registers.
-    tall, wide = _tile(batch * pixels, _TALL if span == 0 else _TALL // 2), _tile(columns, _WIDE)
+    # Sums in 64 bits take twice the registers, and so do places that are looked up one by one.
+    tall, wide = _tile(batch * pixels, _TALL // 2 if span or thin else _TALL), _tile(columns, _WIDE)
     across = ceil_div(columns, wide)
     counts = batch * pixels, pixels, in_pixels, terms * sizes.groups, terms, columns, sizes.taps, *strides, across
     tensors = rows.codes, rows.unit, weight, packed[:4].view(torch.float32), out if bias is None else bias

@@ -279,28 +279,21 @@ def _part(
     if thin:
         tap = (step * depth + k) // terms
         term = (step * depth + k) % terms
-        met = live[:, None] & (tap < taps)[None, :]
-        source = tl.load(table + pixel[:, None] * taps + tap[None, :], mask=met, other=-1)
+        inside = tap < taps
+        met = live[:, None] & inside[None, :]
+        source = tl.load(table + (pixel * taps)[:, None] + tap[None, :], mask=met, other=-1)
         left = tl.load(rows[:, None] + source * channels + term[None, :], mask=source >= 0, other=0)
-        inside = (tap < taps)[:, None] & (column < columns)[None, :]
-        places = weight + (tap * w_tap + term)[:, None] + (column * w_column)[None, :]
-        return left, tl.load(places, mask=inside, other=0)
-    steps = tl.cdiv(terms, depth)
-    tap = step // steps
-    term = (step % steps) * depth + k
-    if own:
-        source = pixel
-        met = live
     else:
-        source = tl.load(table + pixel * taps + tap, mask=live, other=-1)
-        met = source >= 0
-    left = tl.load(
-        rows[:, None] + (source * channels)[:, None] + term[None, :],
-        mask=met[:, None] & (term < terms)[None, :],
-        other=0,
-    )
-    inside = (term < terms)[:, None] & (column < columns)[None, :]
-    return left, tl.load(weight + tap * w_tap + term[:, None] + (column * w_column)[None, :], mask=inside, other=0)
+        steps = tl.cdiv(terms, depth)
+        tap = step // steps
+        term = (step % steps) * depth + k
+        inside = term < terms
+        source = pixel if own else tl.load(table + pixel * taps + tap, mask=live, other=-1)
+        met = (live & (source >= 0))[:, None] & inside[None, :]
+        left = tl.load(rows[:, None] + (source * channels)[:, None] + term[None, :], mask=met, other=0)
+    places = weight + (tap * w_tap + term)[:, None] + (column * w_column)[None, :]
+    right = tl.load(places, mask=inside[:, None] & (column < columns)[None, :], other=0)
+    return left, right
 
 
 @_jit
@@ -434,10 +427,15 @@ def _columns(
     """The tap and the term of each column of a block, and which columns there are."""
     if thin:
         column = block * wide + tl.arange(0, wide)
-        return column // terms, column % terms, column < taps * terms
-    blocks = tl.cdiv(terms, wide)
-    term = (block % blocks) * wide + tl.arange(0, wide)
-    return block // blocks, term, term < terms
+        tap = column // terms
+        term = column % terms
+        inside = column < taps * terms
+    else:
+        blocks = tl.cdiv(terms, wide)
+        tap = block // blocks
+        term = (block % blocks) * wide + tl.arange(0, wide)
+        inside = term < terms
+    return tap, term, inside
 
 
 @_jit
