@@ -6,7 +6,8 @@
 The launches of a few sites are recorded, with the tiles that they would run with. Each kernel among them is compiled by
 Triton, with its own assembler, for every compute capability, and its machine code is read back: registers of a thread,
 bytes of shared memory, instructions that move registers to local memory and back (spills), and instructions of the
-tensor cores. Nothing runs: this says nothing about speed.
+tensor cores. The figures also name float instructions of the PTX that IEEE 754 does not round exactly, or that contract
+a · b + c: there must be none. Nothing runs: this says nothing about speed.
 """
 
 import argparse
@@ -39,6 +40,7 @@ TARGETS = (75, 80, 90, 100)
 MULTIPLY = ("product", "norms", "weighted", "gradients")
 WARPS, STAGES = 4, 3  # what Triton launches with
 _TYPES = {torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64"}
+_INEXACT = re.compile(r"\b(?:fma\.[\w.]*f(?:32|64)|div\.full[\w.]*|\w+\.approx[\w.]*)")
 _MATRIX = re.compile(r"\b(?:IMMA|IGMMA)\.[\w.]*S8\.S8[\w.]*")
 
 
@@ -68,6 +70,7 @@ class Compiled:
     shared: int = 0
     spills: int = 0
     matrix: str = ""
+    inexact: str = ""
     refused: str = ""
 
 
@@ -76,7 +79,7 @@ SITES = (
     ("conv", "int4", (32, 128, 16, 16), (128, 128, 3, 3), 1),
     ("first conv", "int8", (32, 3, 32, 32), (64, 3, 3, 3), 1),
     ("linear", "luq_fp4", (32, 128, 768), (3072, 768), 0),
-    ("long linear", "int8", (32, 1 << 18), (64, 1 << 18), 0),
+    ("long linear", "int8", (128, 1 << 18), (64, 1 << 18), 0),
 )
 
 
@@ -175,7 +178,20 @@ def compiled(launch: Launch, target: int) -> Compiled:
         shared=numbers["SHARED"] + done.metadata.shared,
         spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
         matrix=", ".join(f"{count} {name}" for name, count in sorted(matrix.items())),
+        inexact=", ".join(sorted(set(_INEXACT.findall(done.asm["ptx"])))),
     )
+
+
+def line(rows: list[Compiled], multiplies: bool) -> str:
+    """A line of the table: one kernel, its targets beside each other."""
+    columns = (
+        [f"{row.registers}" for row in rows],
+        [f"{row.shared:,}" for row in rows],
+        [f"{row.spills}" for row in rows],
+        [row.matrix or ("none" if multiplies else "–") for row in rows],
+    )
+    cells = [" / ".join("–" if row.refused else c for row, c in zip(rows, cell, strict=True)) for cell in columns]
+    return f"| {rows[0].kernel} | {' | '.join(cells)} |"
 
 
 @contextmanager
@@ -202,27 +218,25 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one rounding and one product, for two targets")
     parser.add_argument("--json", type=Path, default=None, help="write the figures here")
     args = parser.parse_args()
-    chosen = launches(SITES[:1] if args.smoke else SITES)
+    chosen, targets = launches(SITES), args.targets
     if args.smoke:
-        wanted = [next(launch for launch in chosen if launch.name.startswith(name)) for name in ("quantize", "product")]
-        todo = [(wanted[0], 80), (wanted[1], 75), (wanted[1], 90)]
-    else:
-        todo = [(launch, target) for launch in chosen for target in args.targets]
+        chosen = [next(launch for launch in chosen if launch.name.startswith(name)) for name in ("quantize", "product")]
+        targets = (75, 80, 90)
     import triton
 
-    print(f"Triton {triton.__version__}, {WARPS} warps, {STAGES} stages; compiled, never run on hardware\n")
-    print("| kernel | target | registers | shared memory, bytes | spills | matrix instructions |")
-    print("|---|---|---|---|---|---|")
-    rows = []
-    for launch, target in todo:
-        row = compiled(launch, target)
-        rows.append(row)
-        place = f"| {row.kernel} | {target / 10:.1f} |"
-        if row.refused:
-            print(f"{place} – | – | – | refused: {row.refused} |", flush=True)
-        else:
-            matrix = row.matrix or ("none" if launch.multiplies else "–")
-            print(f"{place} {row.registers} | {row.shared:,} | {row.spills} | {matrix} |", flush=True)
+    print(
+        f"Triton {triton.__version__}, {WARPS} warps, {STAGES} stages; compiled, never run on hardware. In each cell:"
+    )
+    print(f"compute capability {' / '.join(f'{target / 10:.1f}' for target in targets)}\n")
+    print("| kernel | registers | shared memory, bytes | spills | matrix instructions |\n|---|---|---|---|---|")
+    rows: list[Compiled] = []
+    for launch in chosen:
+        found = [compiled(launch, target) for target in targets]
+        print(line(found, launch.multiplies), flush=True)
+        rows += found
+    print()
+    for target, why in dict.fromkeys((row.target, row.refused) for row in rows if row.refused):
+        print(f"–: Triton refuses products for {target / 10:.1f}: {why}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(

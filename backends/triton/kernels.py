@@ -6,9 +6,10 @@ none, so that one loop serves every rank, stride, padding and dilation of a conv
 
 Rounding gives the codes of `numerics/rounding.py`, `numerics/integers.py` and `numerics/random_bits.py`, bit for bit.
 It uses integers, and float32 operations that IEEE 754 rounds exactly: `div_rn`, since `/` is an approximation on GPUs,
-and no contraction of a · b + c, which `launch` turns off. Magnitudes are compared as bit patterns, which order like
-the numbers, with infinity and then NaN on top. Codes are legal whatever a sample holds: those of one that is not finite
-are zeros, and its unit is NaN.
+and no contraction of a · b + c, which `launch` turns off. `floor` and `ceil` flush subnormal numbers on GPUs, which
+changes no code: what is rounded down becomes 0 either way, what is rounded up at least 1. Magnitudes are compared as
+bit patterns, which order like the numbers, with infinity and then NaN on top. Codes are legal whatever a sample holds:
+those of one that is not finite are zeros, and its unit is NaN.
 
 Never run on hardware. This file imports triton; `launch.load` imports this file.
 """
