@@ -6,6 +6,7 @@ if __name__ != "dpquant_compile.backends":
 # Backends register their kernels when imported; a new one is one file and one line here.
 from dpquant_compile.backends.reference import emulated  # noqa: I001  (the reference comes first: others name it)
 from dpquant_compile.backends import compiled
-from dpquant_compile.backends.cpu_int8 import kernel
+from dpquant_compile.backends.cpu_int8 import kernel as cpu_int8
+from dpquant_compile.backends.triton import kernel as triton
 
-__all__ = ["compiled", "emulated", "kernel"]
+__all__ = ["compiled", "cpu_int8", "emulated", "triton"]

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from dpquant_compile.backends.registry import Choice, SiteCall, choose_kernel
-from dpquant_compile.backends.triton_fp4 import gpu_kernel_for
+from dpquant_compile.backends.triton.capabilities import tensor_cores_for
 from dpquant_compile.errors import KernelError
 from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.passes.precision.insert_switches import axes_of
@@ -163,6 +163,7 @@ def explain(
     if recipe.rotated:
         title += "\ninput and weight of linears rotated before rounding, where 16 divides their features"
     if device.type == "cuda":
-        gpu = gpu_kernel_for(torch.cuda.get_device_capability(device), spec.recipe.input.format)
-        title += f"\nnot used yet: {gpu.name} by {gpu.call}, since {gpu.reason}; {gpu.status}"
+        cores = tensor_cores_for(torch.cuda.get_device_capability(device), spec.recipe.input.format)
+        if not cores.used:
+            title += f"\nnot used yet: {cores.name} by {cores.call}: {cores.reason}; {cores.status}"
     return Explanation(title, tuple(rows), tuple(private))

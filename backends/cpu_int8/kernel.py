@@ -12,7 +12,6 @@ than the products, weight gradients are float32 matrix products over the whole b
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,10 +25,12 @@ from dpquant_compile.backends.cpu_int8.sized_call import (
     Sizes,
     empty_samples,
     layout_of,
+    shapes_of,
     sized_call,
+    spatial,
+    weight_layout,
 )
 from dpquant_compile.backends.cpu_int8.weights import packing
-from dpquant_compile.backends.ops.site import output_shape
 from dpquant_compile.backends.reference.clipped_site import FULL_SITE
 from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.reference.per_sample import as_weight
@@ -76,14 +77,14 @@ class Int8Site:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
         operand, packed = self.operand(x, "input", call, streams), self.packed(weight, call, streams)
-        return self.product(operand, packed, bias, _shapes(x, weight, call), call, streams)
+        return self.product(operand, packed, bias, shapes_of(x, weight, call), call, streams)
 
     def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
         operand, packed = self.operand(grad, "grad_output", call, streams), self.packed(weight, call, streams)
-        return self.product_grad_input(operand, packed, _shapes(x, weight, call), call, streams)
+        return self.product_grad_input(operand, packed, shapes_of(x, weight, call), call, streams)
 
     def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        shapes = _shapes(x, weight, call)
+        shapes = shapes_of(x, weight, call)
         operands = self.operand(x, "input", call, streams), self.operand(grad, "grad_output", call, streams)
         return self.weighted_grad(*operands, torch.ones(shapes.batch, dtype=torch.float32), shapes, call, streams)
 
@@ -113,7 +114,7 @@ class Int8Site:
         count, order, load = weight.numel(), packing(tuple(weight.shape), call.geometry), build.load()
         numbers, by_tap = torch.empty(count + load.slack, dtype=torch.uint8), torch.empty(count, dtype=torch.int8)
         key, only = int(streams.keys[call.site, ROLES.index("weight")]), torch.zeros(1, dtype=torch.int64)
-        unit, layout = blob[:4].view(torch.float32), _weight_layout(tuple(weight.shape), spec)
+        unit, layout = blob[:4].view(torch.float32), weight_layout(tuple(weight.shape), spec)
         self._quantize(weight.detach().contiguous(), layout, key, only, spec, numbers, unit)
         taps = math.prod(weight.shape[2:])
         load("by_tap", numbers, count // taps, taps, codes.zero, by_tap)
@@ -262,36 +263,12 @@ class Int8Site:
         ):
             codes = part.codes[: sizes.batch * pixels * channels].view(sizes.batch, pixels, channels)
             numbers = (codes.to(torch.float32) - zero) * part.unit[:, None, None]
-            values.append(Operand(_spatial(numbers, shape, axis, call), part.unit))
+            values.append(Operand(spatial(numbers, shape, axis, call), part.unit))
         return values[0], values[1]
-
-
-@lru_cache(maxsize=4096)
-def _weight_layout(shape: tuple[int, ...], spec: OperandSpec) -> build.Numbers:
-    """A weight as `layout_of` describes tensors: one sample, in which groups are channels or blocks of a row."""
-    rows, width = shape[0], math.prod(shape[1:])
-    count = rows * width
-    if spec.scale == "channel":  # pixels by channels is [width, rows], and codes stay where their numbers are
-        return build.numbers(1, width, rows, count, 1, width, 1, width, 1, width)
-    return build.numbers(1, rows, width, count, width, 1, width, 1, width, 1)
 
 
 def _key(role: str, call: SiteCall, streams: Streams) -> int:
     return fold_int(int(streams.keys[call.site, ROLES.index(role)]), call.call)
-
-
-def _shapes(x: Tensor, weight: Tensor, call: SiteCall) -> Shapes:
-    batch = x.shape[call.axis.dim] // (call.axis.outer * call.axis.inner)
-    y = output_shape(tuple(x.shape), tuple(weight.shape), call.geometry)
-    return Shapes(tuple(x.shape), tuple(weight.shape), y, batch)
-
-
-def _spatial(out: Tensor, shape: tuple[int, ...], axis: BatchAxis, call: SiteCall) -> Tensor:
-    """[batch, pixels, channels] as a tensor of that shape; a conv's is channels-last."""
-    if call.geometry is not None:
-        return out.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
-    rest = to_samples(torch.empty(shape, device="meta"), axis).shape
-    return from_samples(out.view(rest), axis, shape)
 
 
 def _supports(call: SiteCall, device: torch.device) -> str | None:

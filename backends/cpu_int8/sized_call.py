@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,24 @@ from dpquant_compile.backends.cpu_int8 import build
 from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of
 from dpquant_compile.backends.cpu_int8.conv_tables import Table, backward_table, forward_table, linear_table
 from dpquant_compile.backends.cpu_int8.weights import Panels, packing
+from dpquant_compile.backends.ops.site import output_shape
 from dpquant_compile.backends.registry import Shapes, SiteCall
-from dpquant_compile.numerics.quantize import to_samples
+from dpquant_compile.numerics.operand_spec import OperandSpec
+from dpquant_compile.numerics.quantize import from_samples, to_samples
 from dpquant_compile.sites import BatchAxis
 
-__all__ = ["SizedCall", "Sizes", "empty_samples", "layout_of", "sized_call", "sizes_of", "table_of"]
+__all__ = [
+    "SizedCall",
+    "Sizes",
+    "empty_samples",
+    "layout_of",
+    "shapes_of",
+    "sized_call",
+    "sizes_of",
+    "spatial",
+    "table_of",
+    "weight_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,13 @@ class Sizes:
         """The struct that the C++ of per-sample gradients takes."""
         sizes = (self.batch, self.in_pixels, self.channels, self.pixels, self.features, self.groups, self.taps)
         return (*sizes, x.zero, x.largest, grad.zero, grad.largest)
+
+
+def shapes_of(x: Tensor, weight: Tensor, call: SiteCall) -> Shapes:
+    """The shapes of one call."""
+    batch = x.shape[call.axis.dim] // (call.axis.outer * call.axis.inner)
+    y = output_shape(tuple(x.shape), tuple(weight.shape), call.geometry)
+    return Shapes(tuple(x.shape), tuple(weight.shape), y, batch)
 
 
 def sizes_of(shapes: Shapes, call: SiteCall) -> Sizes:
@@ -148,6 +169,16 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], axis: BatchAxis,
     return build.numbers(batch, pixels[0], channels[0], *strides_of, *numbering, channels[0], 1)
 
 
+@lru_cache(maxsize=4096)
+def weight_layout(shape: tuple[int, ...], spec: OperandSpec) -> build.Numbers:
+    """A weight as `layout_of` describes tensors: one sample, in which groups are channels or blocks of a row."""
+    rows, width = shape[0], math.prod(shape[1:])
+    count = rows * width
+    if spec.scale == "channel":  # pixels by channels is [width, rows], and codes stay where their numbers are
+        return build.numbers(1, width, rows, count, 1, width, 1, width, 1, width)
+    return build.numbers(1, rows, width, count, width, 1, width, 1, width, 1)
+
+
 def _joined(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     """Dimensions (size, stride) as one; None if they do not follow one another in memory."""
     real = [(size, stride) for size, stride in dims if size != 1]
@@ -157,16 +188,25 @@ def _joined(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     return math.prod(size for size, _ in real), real[-1][1] if real else 1
 
 
-def empty_samples(shape: tuple[int, ...], axis: BatchAxis, conv: bool) -> Tensor:
-    """Room for what the C++ writes. A conv's has the shape already, channels-last; a linear's is in sample view."""
+def empty_samples(shape: tuple[int, ...], axis: BatchAxis, conv: bool, device: torch.device | str = "cpu") -> Tensor:
+    """Room for what kernels write. A conv's has the shape already, channels-last; a linear's is in sample view."""
+    made: dict[str, Any] = dict(dtype=torch.float32, device=device)
     if not conv:
-        return torch.empty(_sample_shape(shape, axis), dtype=torch.float32)
+        return torch.empty(_sample_shape(shape, axis), **made)
     if len(shape) == 3:
-        return torch.empty((shape[0], shape[2], shape[1]), dtype=torch.float32).transpose(1, 2)
+        return torch.empty((shape[0], shape[2], shape[1]), **made).transpose(1, 2)
     layout = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    return torch.empty(shape, dtype=torch.float32, memory_format=layout)
+    return torch.empty(shape, memory_format=layout, **made)
 
 
 @lru_cache(maxsize=4096)
 def _sample_shape(shape: tuple[int, ...], axis: BatchAxis) -> tuple[int, ...]:
     return tuple(to_samples(torch.empty(shape, device="meta"), axis).shape)
+
+
+def spatial(out: Tensor, shape: tuple[int, ...], axis: BatchAxis, call: SiteCall) -> Tensor:
+    """[batch, pixels, channels] as a tensor of that shape; a conv's is channels-last."""
+    if call.geometry is not None:
+        return out.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+    rest = to_samples(torch.empty(shape, device="meta"), axis).shape
+    return from_samples(out.view(rest), axis, shape)

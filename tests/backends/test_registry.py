@@ -46,7 +46,7 @@ def test_the_registry_refuses_duplicates_and_unknown_references() -> None:
             register_kernel(kernel(backend=name))
     with pytest.raises(RegistryError, match="its reference 'nowhere' is not registered"):
         register_kernel(kernel(reference="nowhere"))
-    assert backend_names() == ("auto", "reference", "compiled", "cpu_int8")
+    assert backend_names() == ("auto", "reference", "compiled", "cpu_int8", "triton")
     register_kernel(kernel())
     assert backend_names()[-1] == "fast"
     assert str(choose_kernel(call(), CPU)) == "fast (native)"
@@ -59,12 +59,12 @@ def test_auto_takes_the_best_that_can_and_says_why_not_the_others() -> None:
     flowing = choose_kernel(call("luq_fp4/flow/auto"), CPU)
     assert str(flowing) == "compiled (emulated)" and flowing.passed_over == (
         ("cpu_int8", "needs quantize_outputs='none', not 'flow'"),
+        ("triton", "the interpreter runs where backend='triton' asks for it"),
     )
     blocked = choose_kernel(call(f"{BLOCKED[0]}/none/auto"), CPU)
     assert blocked.kernel.backend == "reference"
-    assert [name for name, _ in blocked.passed_over] == ["cpu_int8", "compiled"] and "block" in blocked.passed_over[1][
-        1
-    ]
+    assert [name for name, _ in blocked.passed_over] == ["cpu_int8", "triton", "compiled"]
+    assert "block" in blocked.passed_over[2][1]
     elsewhere = choose_kernel(call(), torch.device("meta"))
     assert elsewhere.kernel.backend == "reference" and "meta" in elsewhere.passed_over[0][1]
     register_kernel(kernel(supports=lambda call, device: "too small" if call.op == "linear" else None))

@@ -169,7 +169,7 @@ def test_the_glossary_has_every_way_of_explain() -> None:
 def test_the_support_matrix_says_which_kernel_runs() -> None:
     if native.unavailable() is not None:
         pytest.skip("no native kernels on this machine")
-    row = r"^\| `([\w.]+)`[^|]*\| `(\w+)`, (\w+) \| `(\w+)`, (\w+) \| (.) [^|]*\| (.) [^|]*\| (.) [^|]*\|"
+    row = r"^\| `([\w.]+)`[^|]*\| `(\w+)`, (\w+) \| `(\w+)`, (\w+) \| (.) [^|]*\| (.) [^|]*\| (.) [^|]*\| (.) [^|]*\|"
     rows = re.findall(row, page("support.md"), re.MULTILINE)
     assert [row[0] for row in rows] == [
         "luq_fp4",
@@ -183,9 +183,9 @@ def test_the_support_matrix_says_which_kernel_runs() -> None:
         "fp4_e2m1_nv",
     ]
     for name, plain, plain_kind, rounded, rounded_kind, *marks in rows:
-        for backend, mark in zip(("reference", "compiled", "cpu_int8"), marks, strict=True):
+        for backend, mark in zip(("reference", "compiled", "cpu_int8", "triton"), marks, strict=True):
             call = site_call("linear", 0, 0, f"{name}/none/{backend}", axis_list(BatchAxis(0), BatchAxis(0)))
-            with nullcontext() if mark == "✓" else pytest.raises(KernelError, match="no kernel runs"):
+            with nullcontext() if mark in "✓◐" else pytest.raises(KernelError, match="no kernel runs"):
                 choose_kernel(call, torch.device("cpu"))
         for outputs, said in (("none", (plain, plain_kind)), ("flow", (rounded, rounded_kind)), ("all", None)):
             call = site_call("linear", 0, 0, f"{name}/{outputs}/auto", axis_list(BatchAxis(0), BatchAxis(0)))

@@ -70,7 +70,7 @@ def test_a_module_imports_from_its_own_layer_and_those_below(module: str) -> Non
 
 def test_the_reference_needs_no_other_backend() -> None:
     """Other kernels are compared with it, so nothing of theirs may be in it."""
-    others = tuple(f"{PACKAGE}.backends.{name}" for name in ("compiled", "cpu_int8", "triton_fp4"))
+    others = tuple(f"{PACKAGE}.backends.{name}" for name in ("compiled", "cpu_int8", "triton"))
     seen, ahead = set(), [module for module in GRAPH if module.startswith(f"{PACKAGE}.backends.reference")]
     while ahead:
         seen.add(module := ahead.pop())

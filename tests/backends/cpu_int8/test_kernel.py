@@ -1,13 +1,11 @@
 """The int8 backend: each product is, bit for bit, exact arithmetic on the reference's codes, for any geometry."""
 
 import copy
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dpquant_compile as dpq
@@ -18,158 +16,37 @@ from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forwar
 from dpquant_compile.backends.cpu_int8.sized_call import Sizes, sized_call, sizes_of, table_of
 from dpquant_compile.backends.cpu_int8.weights import packing
 from dpquant_compile.backends.ops.site import axis_list, site_arguments, site_call
-from dpquant_compile.backends.reference.emulated import key_of
-from dpquant_compile.backends.reference.per_sample import as_weight
-from dpquant_compile.backends.registry import Operand, Shapes, SiteCall, Streams, choose_kernel
-from dpquant_compile.explain import explain, kernels_of
-from dpquant_compile.numerics import integers
+from dpquant_compile.backends.registry import Operand, Shapes, Streams, choose_kernel
 from dpquant_compile.numerics.operand_spec import OperandSpec
-from dpquant_compile.numerics.quantize import from_samples, quantize_parts, to_samples
 from dpquant_compile.numerics.random_bits import site_keys
-from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis
-from dpquant_compile.spec import CompileSpec
+from tests.support.int8_cases import (
+    KEYS,
+    MIXED,
+    NAMES,
+    Case,
+    check_a_sample_that_is_not_finite,
+    check_layouts,
+    check_products,
+    check_samples_do_not_see_each_other,
+    conv_case,
+    convs,
+    extreme,
+    linear_case,
+    linears,
+    transposed,
+)
 from tests.support.private import clipped_sums, made_private
 
 KERNEL: Any = cpu_int8.CPU_INT8.arithmetic
-KEYS = site_keys(3, 1, ("site",))
-# One format for all operands, in every rounding and granularity, and recipes that mix them.
-FOUR_BIT = ("luq_fp4", "uniform4", "uniform4.nearest", "int4", "int4.nearest", "int4.channel", "int4.nearest.block")
-MIXED = ("int4.nearest,int4.nearest,luq_fp4", "int4.nearest.channel,int4.nearest.block,int4.channel")
-MIXED += ("int4.block,int4.nearest.channel,int4.nearest.channel", "int4.nearest.channel,int8.nearest,luq_fp4")
-NAMES = (*FOUR_BIT, "int8", "int8.nearest", *MIXED)
-CONVS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
-
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call, its operands, and the reference's codes and units of them."""
-
-    call: SiteCall
-    shapes: Shapes
-    x: Tensor
-    weight: Tensor
-    grad: Tensor
-    streams: Streams
-
-    def parts(self, name: str) -> tuple[Tensor, Tensor]:
-        """Codes as float64, in the shape of the tensor, and units [B]: a sample's codes have one unit."""
-        if name == "weight":
-            spec, only = self.call.recipe.weight, torch.zeros(1, dtype=torch.int64)
-            rows = self.weight.flatten(1)
-            dim = 0 if spec.scale == "channel" else 1
-            q, unit = one_unit(spec, rows[None], *quantize_parts(rows, spec, self.streams.keys[0, 1], only, None, dim))
-            return q[0].reshape(self.weight.shape), unit
-        value, role, axis = {
-            "x": (self.x, "input", self.call.axis),
-            "grad": (self.grad, "grad_output", self.call.output_axis),
-        }[name]
-        key, dim = key_of(role, self.call, self.streams), -1 if self.call.geometry is None else 1
-        spec = self.call.recipe.of(role)
-        found = quantize_parts(value, spec, key, self.streams.samples, axis, dim)
-        q, unit = one_unit(spec, to_samples(value, axis), *found)
-        return from_samples(q, axis, value.shape), unit
-
-    def operands(self) -> tuple[Operand, Operand, Tensor]:
-        x = KERNEL.operand(self.x, "input", self.call, self.streams)
-        grad = KERNEL.operand(self.grad, "grad_output", self.call, self.streams)
-        return x, grad, KERNEL.packed(self.weight, self.call, self.streams)
-
-    def sample_grads(self) -> Tensor:
-        """G of the codes, exact, [B, *weight]."""
-        (x, _), (grad, _), (w, _) = self.parts("x"), self.parts("grad"), self.parts("weight")
-        xs, grads = to_samples(x, self.call.axis), to_samples(grad, self.call.output_axis)
-        g = self.call.geometry
-        if g is None:
-            k, n = x.shape[-1], w.shape[0]
-            return torch.einsum("bpn,bpk->bnk", grads.reshape(len(grads), -1, n), xs.reshape(len(xs), -1, k))
-        own = (g.stride, g.padding, g.dilation, False, [0] * len(g.stride), g.groups, [False, True, False])
-        return torch.stack(
-            [
-                torch.ops.aten.convolution_backward(d[None], v[None], w, [0], *own)[1]
-                for v, d in zip(xs, grads, strict=True)
-            ]
-        )
-
-
-def one_unit(spec: OperandSpec, view: Tensor, q: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels and the steps of their groups as codes of one unit per sample, which all steps are multiples of.
-
-    That unit is the 7 · 8th, 7 · 16th (in blocks) or 15 · 8th part of the largest magnitude, in 16 bits rounded up.
-    """
-    if spec.scale == "sample":
-        return q.double(), unit.flatten()
-    flat = torch.where(view.abs() < 2.0**-126, 0.0, view).flatten(1)
-    signed = (flat < 0).any(1)
-    parts = torch.where(signed, 7.0 * (16 if spec.scale == "block" else 8), 15.0 * 8)
-    own = integers._unit(flat.abs().amax(1), parts)
-    multipliers = unit.expand_as(q).flatten(1).double() / own[:, None].double()
-    assert torch.equal(multipliers, multipliers.round()) and multipliers.min() >= 1
-    return (q.flatten(1).double() * multipliers).reshape(q.shape), own
-
-
-def conv_case(
-    fmt: str, batch: int, channels: int, features: int, size: Any, kernel: Any, stride: Any, padding: Any,
-    dilation: Any, groups: int, seed: int, channels_last: bool = False,
-) -> Case:  # fmt: skip
-    rank = len(size)
-    geometry = [*stride, *padding, *dilation, groups]
-    call = site_call(f"conv{rank}d", 0, 0, f"{fmt}/none/cpu_int8", axis_list(BatchAxis(0), BatchAxis(0)), geometry)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, channels, *size, generator=generator) * 10.0 ** torch.randint(
-        -3, 3, (batch,), generator=generator
-    ).reshape(-1, *[1] * (rank + 1))
-    weight = torch.randn(features, channels // groups, *kernel, generator=generator)
-    shapes = cpu_int8._shapes(x, weight, call)
-    grad = torch.randn(shapes.y, generator=generator).relu()
-    if channels_last and rank == 2:
-        x, grad = (t.contiguous(memory_format=torch.channels_last) for t in (x, grad))
-    return Case(call, shapes, x, weight, grad, Streams(KEYS, torch.arange(batch) * 7 + 2))
-
-
-def linear_case(fmt: str, shape: tuple[int, ...], axis: BatchAxis, features: int, seed: int) -> Case:
-    call = site_call("linear", 0, 2, f"{fmt}/none/cpu_int8", axis_list(axis, axis))
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
-    weight = torch.randn(features, shape[-1], generator=generator)
-    shapes = cpu_int8._shapes(x, weight, call)
-    grad = torch.randn(shapes.y, generator=generator)
-    return Case(call, shapes, x, weight, grad, Streams(KEYS, torch.arange(shapes.batch) + 11))
-
-
-def spread(values: Tensor, axis: BatchAxis, like: Tensor) -> Tensor:
-    rest = to_samples(like, axis)
-    return from_samples(values.reshape(-1, *[1] * (rest.dim() - 1)).expand(rest.shape), axis, like.shape)
-
-
 def check(case: Case) -> None:
-    """All products of one call, bit for bit."""
-    call, shapes = case.call, case.shapes
-    (qx, ux), (qg, ug), (qw, uw) = case.parts("x"), case.parts("grad"), case.parts("weight")
-    x, grad, packed = case.operands()
-    assert torch.equal(x.unit, ux) and torch.equal(grad.unit, ug)
-    numbers, _ = KERNEL._values(Operand(x.codes, torch.ones_like(ux)), grad, shapes, call)
-    assert torch.equal(numbers.codes.double(), qx)
-    bias = torch.linspace(-1, 1, shapes.weight[0])
-    y = KERNEL.product(x, packed, bias, shapes, call, case.streams)
-    g = call.geometry
-    if g is None:
-        exact, back, tail = qx @ qw.t(), qg @ qw, bias
-    else:
-        exact = CONVS[len(g.stride)](qx, qw, None, g.stride, g.padding, g.dilation, g.groups)
-        own = ([0], g.stride, g.padding, g.dilation, False, [0] * len(g.stride), g.groups, [True, False, False])
-        back = torch.ops.aten.convolution_backward(qg, qx, qw, *own)[0]
-        tail = bias.reshape(-1, *[1] * len(g.stride))
-    assert torch.equal(y, exact.float() * spread(ux * uw, call.output_axis, exact) + tail)
-    dx = KERNEL.product_grad_input(grad, packed, shapes, call, case.streams)
-    assert torch.equal(dx, back.float() * spread(ug * uw, call.axis, back))
-    grads = case.sample_grads()
-    unit = (ux * ug).reshape(-1, *[1] * (grads.dim() - 1))
-    kept = as_weight(KERNEL.sample_grads(x, grad, shapes, call, case.streams), shapes.weight)
-    assert torch.equal(kept, grads.float() * unit)
-    squares, sizes, sized = grads.flatten(1).square().sum(1), sizes_of(shapes, call), sized_call(shapes, call)
+    """All products of one call, bit for bit, and both ways to its norms."""
+    squares = check_products(case, cpu_int8._SHORT)
+    shapes, call, (x, grad, _) = case.shapes, case.call, case.operands()
+    sizes, sized = sizes_of(shapes, call), sized_call(shapes, call)
     source = table_of(shapes, call, sizes).source
     for way in ("gram", "direct"):
         found = torch.empty(shapes.batch, dtype=torch.float64)
@@ -177,36 +54,6 @@ def check(case: Case) -> None:
             f"norms_{way}", sizes.problem(sized.x_codes, sized.grad_codes), x.codes, grad.codes, source, found
         )
         assert torch.equal(found, squares), way
-    norms = KERNEL.sample_norms(x, grad, shapes, "gram", call, case.streams)
-    true = squares * (ux.double() * ug.double()).square()
-    assert (norms >= true).all()
-    factors = torch.linspace(0.1, 1, shapes.batch)
-    total = KERNEL.weighted_grad(x, grad, factors, shapes, call, case.streams)
-    scaled = grads * (factors * ux * ug).double().reshape(unit.shape)
-    terms = scaled.abs().sum(0).max() if sizes.pixels > cpu_int8._SHORT else true.max().sqrt() * 64 + norms.max().sqrt()
-    assert (total - scaled.sum(0)).abs().max() <= 1e-6 * terms * max(1, shapes.batch)
-
-
-@st.composite
-def convs(draw: st.DrawFn) -> Case:
-    rank = draw(st.sampled_from([1, 2, 2, 3]))
-
-    def several(values: list[int]) -> tuple[int, ...]:
-        return tuple(draw(st.sampled_from(values)) for _ in range(rank))
-
-    size, kernel = several([1, 2, 3, 5, 8, 9]), several([1, 2, 3, 3])
-    stride, padding, dilation = several([1, 1, 2, 3]), several([0, 1, 2]), several([1, 1, 2])
-    assume(all(n + 2 * p >= d * (k - 1) + 1 for n, k, p, d in zip(size, kernel, padding, dilation, strict=True)))
-    groups = draw(st.sampled_from([1, 1, 2, 3]))
-    channels, features = (
-        groups * draw(st.sampled_from([1, 2, 3, 5, 16, 17, 33])),
-        groups * draw(st.sampled_from([1, 3, 7, 16, 19])),
-    )
-    fmt, batch = draw(st.sampled_from(NAMES)), draw(st.integers(1, 4))
-    return conv_case(
-        fmt, batch, channels, features, size, kernel, stride, padding, dilation, groups, draw(st.integers(0, 999)),
-        draw(st.booleans()),
-    )  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None)
@@ -216,23 +63,9 @@ def test_any_convolution_is_exact(case: Case) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(NAMES),
-    st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    st.sampled_from([1, 3, 4, 17, 64]),
-    st.sampled_from([1, 10, 16, 33]),
-    st.sampled_from(["first", "second", "inner", "outer"]),
-    st.integers(0, 999),
-)
-def test_any_linear_is_exact(fmt: str, lead: list[int], width: int, features: int, kind: str, seed: int) -> None:
-    shape, axis = (*lead, width), BatchAxis(0)
-    if kind == "second":
-        shape, axis = (3, *shape), BatchAxis(1)
-    elif kind == "inner":
-        shape, axis = (lead[0] * 4, *shape[1:]), BatchAxis(0, inner=4)
-    elif kind == "outer":
-        shape, axis = (lead[0] * 2, *shape[1:]), BatchAxis(0, outer=2)
-    check(linear_case(fmt, shape, axis, features, seed))
+@given(linears())
+def test_any_linear_is_exact(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("batch", [6, 8])
@@ -248,15 +81,7 @@ def test_tiles_across_samples_are_exact(batch: int) -> None:
 @pytest.mark.parametrize("fmt", ["luq_fp4", "int8.nearest", "int4.channel", "int4.nearest.channel", "int4.block"])
 @pytest.mark.parametrize("channels", [3, 40, 600])
 def test_layouts_are_rounded_alike(channels: int, fmt: str) -> None:
-    """Codes do not depend on how a tensor lies in memory: by channel, by pixel, in part of another."""
-    plain = conv_case(fmt, 6, channels, 4, (5, 4), (1, 1), (1, 1), (0, 0), (1, 1), 1, 2)
-    wider = torch.empty(6, channels + 3, 5, 4).contiguous(memory_format=torch.channels_last)
-    by_column = torch.empty(6, channels, 4, 5).transpose(2, 3)
-    expected = KERNEL.operand(plain.x, "input", plain.call, plain.streams)
-    for x in (plain.x.contiguous(memory_format=torch.channels_last), wider[:, 1:-2], by_column):
-        found = KERNEL.operand(x.copy_(plain.x), "input", plain.call, plain.streams)
-        assert torch.equal(found.unit, expected.unit)
-        assert torch.equal(found.codes[: x.numel()], expected.codes[: x.numel()])
+    check_layouts(fmt, channels)
 
 
 @pytest.mark.parametrize("fmt", NAMES)
@@ -264,12 +89,6 @@ def test_the_extremes_do_not_overflow(fmt: str) -> None:
     """All codes at their largest, alike and opposed: no 16-bit sum may wrap, at any depth."""
     for sign in (1.0, -1.0):
         check(extreme(fmt, sign))
-
-
-def extreme(fmt: str, sign: float) -> Case:
-    case = conv_case(fmt, 2, 64, 20, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 0)
-    x, weight, grad = torch.ones_like(case.x), sign * torch.ones_like(case.weight), torch.ones_like(case.grad)
-    return Case(case.call, case.shapes, x, weight, grad, case.streams)
 
 
 @pytest.mark.parametrize(("fmt", "width"), [("luq_fp4", 600_000), ("int8.nearest", 200_000)])
@@ -285,38 +104,12 @@ def test_long_contractions_are_split(fmt: str, width: int) -> None:
 @pytest.mark.parametrize("fmt", ["luq_fp4", "int8.nearest", MIXED[1]])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_sample_that_is_not_finite_stays_alone(bad: float, fmt: str) -> None:
-    case = conv_case(fmt, 3, 5, 6, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1, 4)
-    before = KERNEL.product(*_pick(case, 0, 2), None, case.shapes, case.call, case.streams)
-    case.x[1, 2, 3, 3] = bad
-    x, grad, packed = case.operands()
-    y = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
-    assert y[1].isnan().all() and torch.equal(y[[0, 2]], before[[0, 2]])
-    norms = KERNEL.sample_norms(x, grad, case.shapes, "gram", case.call, case.streams)
-    assert norms[1].isnan() and norms[[0, 2]].isfinite().all()
-    factors = torch.where(norms.isnan(), torch.nan, 1.0).float()
-    assert KERNEL.weighted_grad(x, grad, factors, case.shapes, case.call, case.streams).isfinite().all()
-
-
-def _pick(case: Case, *which: int) -> tuple[Any, Any]:
-    operands = case.operands()
-    return tuple(operands[i] for i in which)  # type: ignore[return-value]
+    check_a_sample_that_is_not_finite(fmt, bad)
 
 
 @pytest.mark.parametrize("fmt", NAMES)
 def test_samples_do_not_see_each_other(fmt: str) -> None:
-    """Codes, products and norms of a sample are the same alone and in a batch."""
-    case = conv_case(fmt, 4, 8, 9, (7, 5), (3, 3), (2, 1), (1, 1), (1, 1), 1, 5)
-    x, grad, packed = case.operands()
-    together = KERNEL.product(x, packed, None, case.shapes, case.call, case.streams)
-    norms = KERNEL.sample_norms(x, grad, case.shapes, "gram", case.call, case.streams)
-    for i in range(4):
-        streams = Streams(KEYS, case.streams.samples[i : i + 1])
-        shapes = cpu_int8._shapes(case.x[i : i + 1], case.weight, case.call)
-        one = Case(case.call, shapes, case.x[i : i + 1], case.weight, case.grad[i : i + 1], streams)
-        own_x, own_grad, own_packed = one.operands()
-        assert torch.equal(KERNEL.product(own_x, own_packed, None, shapes, case.call, streams)[0], together[i])
-        own = KERNEL.sample_norms(own_x, own_grad, shapes, "gram", case.call, streams)
-        assert torch.equal(own[0], norms[i])
+    check_samples_do_not_see_each_other(fmt)
 
 
 @pytest.mark.parametrize("fmt", ["luq_fp4", "int8", MIXED[1], MIXED[2]])
@@ -395,15 +188,6 @@ def test_explain_says_native_or_why_not() -> None:
         assert not row.native and "emulated" in row.kernel and f"int8, not {fmt}" in row.note
     (row,) = dpq.compile(nn.Linear(4, 4).double(), budget=1).train().explain()
     assert row.kernel == "reference (emulated)" and "its weight is torch.float64" in row.note
-
-
-def test_explain_says_what_a_gpu_would_run_and_that_it_never_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, spec = dpq.compile(nn.Linear(4, 4), budget=1).train(), Recipe.of_format("luq_fp4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    what, device = CompileSpec(1, spec), torch.device("cuda")
-    text = str(explain(model.sites, model.policy, what, device, True, kernels_of(what, device, {}), {}))
-    assert "not used yet: fp8 by torch._scaled_mm" in text and "never run on a GPU" in text
-    assert "reference (emulated)" in text and "not cpu_int8: for the CPU only" in text
 
 
 def test_it_is_what_auto_takes() -> None:
@@ -499,7 +283,7 @@ def test_the_default_dtype_changes_nothing() -> None:
 @pytest.mark.parametrize("fmt", NAMES)
 def test_a_transposed_weight_is_exact_and_its_sum_lies_as_the_parameter_does(fmt: str) -> None:
     case = linear_case(fmt, (4, 6, 40), BatchAxis(0), 33, 5)
-    turned = replace(case, weight=case.weight.t().contiguous().t())
+    turned = transposed(case)
     check(turned)
     x, grad, packed = case.operands()
     y, same = (KERNEL.product(x, w, None, case.shapes, case.call, case.streams) for w in (packed, turned.operands()[2]))

@@ -1,0 +1,1 @@
+"""Exact int8 products on NVIDIA GPUs, in Triton."""

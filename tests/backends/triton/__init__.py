@@ -1,0 +1,1 @@
+"""Tests of `dpquant_compile.backends.triton`."""
