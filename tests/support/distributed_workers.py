@@ -405,7 +405,7 @@ def collectives() -> dict[str, Any]:
     distributed.BUCKET_BYTES = 64
     shapes = [(3, 5), (), (40,), (0,), (2, 2, 2)]
     own = [torch.full(shape, float(world.rank + 1)) for shape in shapes] + [torch.tensor([world.rank + 1])]
-    results["buckets"] = distributed._buckets(own)
+    results["buckets"] = distributed.buckets(own)
     results["sums"] = world.sum(own)
     results["bytes"] = world.traffic.bytes
     layout = torch.channels_last
