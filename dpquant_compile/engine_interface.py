@@ -34,8 +34,11 @@ class Storage(Protocol):
     def stored(self) -> Iterable[Tensor]:
         """The parameters as they are kept, which the model has at rest."""
 
+    def refresh(self) -> None:
+        """Take over what something else than a private step has changed."""
+
     def in_place(self) -> AbstractContextManager[None]:
-        """Within it the model has its parameters as programs read them."""
+        """Within it the model has its parameters as programs read them, as of the last step or `refresh`."""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded(args, kwargs):
             return self._plain(args, kwargs)
+        if self.storage is not None:
+            self.storage.refresh()
         with self.whole_parameters():
             return self._run(args, kwargs)
 

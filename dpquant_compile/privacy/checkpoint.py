@@ -209,17 +209,17 @@ _UNCHECKED = (
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
     """Restore the ledger of a state; returns whether the run repeats what came after it.
 
-    Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
-    difference of the two sums. Such a run keeps the saved noise only if the file shows that none was used since.
+    Another number of processes, or the same with shards or without, adds up in another order: the same noise on a sum
+    with other last bits would reveal the difference of the two sums. Such a run keeps the saved noise only if the file
+    shows that none was used since.
     """
     ledger, releases, size = engine.ledger, engine.releases, engine.run.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
     releases.forget()
     run, done = ledger.position
-    sharded = engine.run.session.shards is not None
-    same = (state.get("world", 1), state.get("sharded", False)) == (size, sharded) and not releases.went_on_elsewhere(
-        run, done, size
-    )
+    form = (size, engine.run.session.shards is not None)
+    same = (state.get("world", 1), state.get("sharded", False)) == form
+    same = same and not releases.went_on_elsewhere(run, done, size)
     if replay and not same and (ledger.path is None or ledger.repeating):
         ledger.depart()
         replay = False

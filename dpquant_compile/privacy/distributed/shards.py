@@ -173,15 +173,20 @@ class Shards:
         """The shards."""
         return [one.stored for one in self._shards]
 
+    @property
+    def changed(self) -> bool:
+        """Whether shards have changed since they were gathered last."""
+        return self._seen != versions(self.stored)
+
+    def refresh(self) -> None:
+        """Gather anew where something else than a step has changed shards, which must be so on every process."""
+        if self.changed:
+            self.gather()
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it the model holds whole parameters, up to date.
-
-        They are gathered anew where something else than a step has changed shards, which must be so on every process.
-        """
+        """Within it the model holds whole parameters, as they were gathered last."""
         if self._depth == 0:
-            if self._seen != versions(self.stored):
-                self.gather()
             for one in self._shards:
                 one.whole.requires_grad_(one.stored.requires_grad)
                 for held, key in one.places:

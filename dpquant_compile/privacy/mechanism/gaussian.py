@@ -188,10 +188,8 @@ class GaussianStream:
         edges = [0, *(edge for cut in cuts for edge in cut), whole]
         if any(first > last for first, last in itertools.pairwise(edges)):
             raise PrivacySpecError(f"{list(cuts)} are no parts of a draw of {whole}, one after the other")
-        spans = [
-            (first // GROUP, _groups(last)) if first < last else (first // GROUP, first // GROUP)
-            for first, last in cuts
-        ]
+        # In groups; none for a cut without values.
+        spans = [(first // GROUP, _groups(last) if first < last else first // GROUP) for first, last in cuts]
         drawn = [torch.empty((b - a) * GROUP, dtype=torch.float32, device="cpu") for a, b in spans]
         with self._lock, torch.no_grad():
             counter = self._take(_groups(whole) * BLOCKS)

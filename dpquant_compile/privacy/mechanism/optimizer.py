@@ -207,6 +207,7 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             "batches from the loader": not self.session.step.by_hand,
             "policy": sorted(self.session.model.policy),
             "parameters": self.session.printed_parameters(),
+            "shards written to": self.session.shards is not None and self.session.shards.changed,
             **{f"train() of {name or 'the model'!r}": module.training for name, module in model.named_modules()},
             **{f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in model.named_parameters()},
         }
