@@ -232,10 +232,6 @@ def wrapped(kind: str) -> dict[str, Any]:
     wraps: dict[str, Callable[[nn.Module], nn.Module]] = {"plain": lambda model: model}
     if kind == "ddp":
         wraps["ddp"] = nn.parallel.DistributedDataParallel
-    elif kind == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        wraps["fsdp2"] = fully_shard
     engine = engine_of(wrap=wraps[kind])
     epoch(engine)
     return outcome(engine)

@@ -92,7 +92,7 @@ def written_before_the_step() -> None:
     made = engine_of(wrap=sharded).run
     for x, y in made.loader:
         made.criterion(made.session.model(x), y).backward()
-        if rank() == 1:
+        if rank() == 1 and made.session.micro.last:
             with torch.no_grad():
                 made.session.model.fc.weight.add_(1.0)
         made.optimizer.step()
@@ -229,7 +229,8 @@ def scattered(size: int, shapes: Sequence[tuple[int, ...]]) -> Any:
     sums = [torch.full(p.shape, float(world.rank + 1)) + p.detach() for p in wholes]
     cuts = [own_values(p.shape, world.rank, size) for p in wholes]
     own = shards.scatter(sums, [torch.full((b - a,), 100.0) for a, b in cuts], cuts)
-    expected = [sum(range(1, size + 1)) + size * p.detach().flatten()[a:b] + 100.0 for p, (a, b) in zip(wholes, cuts)]
+    added = sum(range(1, size + 1)) + 100.0
+    expected = [size * p.detach().flatten()[a:b] + added for p, (a, b) in zip(wholes, cuts, strict=True)]
     assert dist.get_world_size() == size
     return (
         all(torch.equal(p.detach(), torch.arange(float(p.numel())).view(p.shape)) for p in wholes),

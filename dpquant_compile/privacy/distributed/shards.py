@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dpquant_compile.errors import DistributedError, PrivacySpecError
 from dpquant_compile.link_table import versions
+from dpquant_compile.module import CompiledModule
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.distributed.world import World, buckets
 
@@ -57,6 +58,11 @@ def take_off(module: nn.Module, world: World) -> None:
             "this model is in FullyShardedDataParallel, which flattens parameters, and private programs read each by "
             "itself. Fix: fully_shard(model) from torch.distributed.fsdp, after dpquant_compile.compile"
         )
+    if isinstance(module, CompiledModule) and isinstance(module.original, FSDPModule):
+        raise PrivacySpecError(
+            "this model was compiled after fully_shard(), whose hooks were in the way of its graph. Fix: "
+            "dpquant_compile.compile(model) first, and fully_shard() its blocks, and the compiled model, after that"
+        )
     wrapped: list[Any] = [child for child in module.modules() if isinstance(child, FSDPModule)]
     states = {id(child._get_fsdp_state()): child._get_fsdp_state() for child in wrapped}
     for child in wrapped:
@@ -81,11 +87,13 @@ def take_off(module: nn.Module, world: World) -> None:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
 
     for child in wrapped:
         child.__class__ = type(child).__mro__[type(child)._orig_cls_mro_index]
         for key in (STATE_KEY, REGISTRY_KEY):
             child.__dict__.pop(key, None)
+        _module_state_mapping.pop(child, None)  # torch's tools for checkpoints look for the states of all modules
     for child in module.modules():
         for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             child.__dict__.pop(key, None)
