@@ -32,6 +32,9 @@ from tests.support.processes import Raised, meet, settle_down
 
 EPOCHS, DELTA = 3, 1e-5
 
+# Options of a run without noise, whose sums are those of low precision.
+ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
+
 
 # The run
 

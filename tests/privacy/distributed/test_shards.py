@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dpquant_compile.privacy.distributed.shards import own_values
-from tests.privacy.distributed.test_world import ALL_LOW, check_one_draw, in_units
 from tests.support import distributed_workers as workers
 from tests.support import sharded_workers
-from tests.support.distributed_workers import sharded
+from tests.support.distributed_workers import ALL_LOW, sharded
 from tests.support.heavy import few
+from tests.support.noise_checks import check_one_draw, in_units
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 
 SHARDED: dict[str, Any] = {"wrap": sharded}
