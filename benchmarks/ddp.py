@@ -61,8 +61,7 @@ def work(args: argparse.Namespace) -> dict[str, float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(args.batch * steps, 3, args.size, args.size, generator=generator)
     y = torch.randint(0, CLASSES, (len(x),), generator=generator)
-    inner = "eager" if args.model == "small" else "inductor"  # the smoke run's, of which times say nothing
-    model = dpq.compile(build(args.model, args.size), budget=args.budget, inner=inner)
+    model = dpq.compile(build(args.model, args.size), budget=args.budget, inner=args.inner)
     if args.shard:
         for block in model.children():
             if any(True for _ in block.parameters()):
@@ -123,7 +122,7 @@ def resident(kind: str) -> float:
 
 def run(args: argparse.Namespace, processes: int, sharded: bool) -> dict[str, float]:
     """The figures of the last rank of some processes of their own."""
-    shown = ("model", "optimizer", "size", "batch", "physical", "budget", "warm", "steps")
+    shown = ("model", "inner", "optimizer", "size", "batch", "physical", "budget", "warm", "steps")
     options = [part for name in shown for part in (f"--{name}", str(getattr(args, name)))]
     command = [sys.executable]
     if processes > 1 or sharded:
@@ -157,6 +156,7 @@ def main() -> None:
     """Measure each number of processes in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet18", help="of torchvision, or small")
+    parser.add_argument("--inner", default="inductor", help="eager is for memory: times say nothing then")
     parser.add_argument("--optimizer", default="adamw", choices=["sgd", "adamw"])
     parser.add_argument("--forms", default="whole,sharded", help="whole, sharded, or both with a comma between them")
     parser.add_argument("--size", type=int, default=32, help="of the images")
@@ -176,6 +176,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.model, args.size, args.batch, args.physical, args.steps, args.repeats = "small", 8, 16, 8, 3, 1
+        args.inner = "eager"
     if args.memory:
         args.steps, args.repeats = min(args.steps, 2), 1
     if args.child:
@@ -203,9 +204,8 @@ def main() -> None:
 
 def vars_of(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of a run, for the file."""
-    return {
-        name: getattr(args, name) for name in ("model", "optimizer", "size", "batch", "physical", "budget", "steps")
-    }
+    names = ("model", "inner", "optimizer", "size", "batch", "physical", "budget", "steps")
+    return {name: getattr(args, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def _load_tensors(run: "Run", state: Mapping[str, Any]) -> None:
     if shards is not None:
         stored = {id(parameter) for parameter in shards.stored}
         for name, parameter in run.session.model.named_parameters(remove_duplicate=False):
-            if id(parameter) in stored:
+            if id(parameter) in stored and name in model:
                 model[name] = shards.cut(parameter, model[name])
         held = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
         for number, values in optimizer["state"].items():

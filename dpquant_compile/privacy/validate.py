@@ -144,7 +144,7 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
     if any(id(parameter) not in names for parameter in held):
         raise PrivacySpecError(
             "the optimizer holds parameters that are not the model's: make it of model.parameters(), "
-            "after moving the model"
+            "after moving or sharding the model"
         )
     chosen = {names[id(parameter)]: parameter for parameter in held if parameter.requires_grad}
     if not chosen:

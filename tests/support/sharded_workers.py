@@ -78,6 +78,8 @@ def faulty(fault: str) -> Any:
     try:
         if rank() == 1 and fault == "no noise":
             GaussianStream.normals_at = without
+        elif rank() == 1 and fault == "less than its part":
+            GaussianStream.normals_at = lambda self, *args: [one[1:] for one in normals(self, *args)]
         elif rank() == 1 and fault == "the part of another":
             optimizer_module.own_values = lambda shape, rank, size: own(shape, 0, size)
         elif fault == "one more process":
@@ -131,6 +133,14 @@ def uncompiled() -> dict[str, Tensor]:
         criterion(private(x), y).backward()
         optimizer.step()
     return {name: whole(p) for name, p in private.named_parameters()}
+
+
+def replaced() -> None:
+    """A parameter is put in the place of a shard."""
+    engine = engine_of(wrap=sharded)
+    model = engine.session.model
+    model.fc.bias = nn.Parameter(torch.zeros(3))
+    epoch(engine)
 
 
 def refused(kind: str) -> Any:
@@ -206,11 +216,6 @@ def tensors(engine: dpq.PrivacyEngine) -> dict[str, Tensor]:
     return found
 
 
-def names(found: Sequence[Any]) -> list[str]:
-    """The kinds of errors."""
-    return [one.kind for one in found]
-
-
 def scattered(size: int, shapes: Sequence[tuple[int, ...]]) -> Any:
     """`Shards` on tensors of odd shapes, in small buckets: what `scatter` gives and what `gather` restores."""
     from dpquant_compile.privacy.distributed import world as distributed
@@ -224,7 +229,8 @@ def scattered(size: int, shapes: Sequence[tuple[int, ...]]) -> Any:
     fully_shard(holder)
     world = World.current()
     take_off(holder, world)
-    shards = Shards(holder, world)
+    shards = Shards.of(holder, world)
+    assert shards is not None
     wholes = [shards.whole(p) for p in shards.stored]
     sums = [torch.full(p.shape, float(world.rank + 1)) + p.detach() for p in wholes]
     cuts = [own_values(p.shape, world.rank, size) for p in wholes]

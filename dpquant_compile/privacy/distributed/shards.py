@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpquant_compile.errors import DistributedError, PrivacySpecError
+from dpquant_compile.errors import DistributedError, PrivacySpecError, PrivateTrainingError
 from dpquant_compile.link_table import versions
 from dpquant_compile.module import CompiledModule
 from dpquant_compile.privacy.accounting.replay_check import fingerprint
@@ -28,7 +28,7 @@ __all__ = ["Shards", "local_part", "own_values", "take_off"]
 # As many buckets are under way at once: one is filled while another is sent, and no more memory is held.
 _UNDER_WAY = 2
 
-_PLAIN_MODEL = "Fix: leave it out, and give the compiled model itself, or DistributedDataParallel of it"
+_WIDE = torch.float32  # or wider
 
 
 def own_values(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
@@ -116,9 +116,6 @@ def _check_policies(state: Any) -> None:
         )
 
 
-_WIDE = torch.float32
-
-
 def _check_placement(name: str, parameter: Any, managed: bool, world: World) -> None:
     """Refuse a DTensor that is not cut by rows over all processes."""
     from torch.distributed.tensor import Shard
@@ -126,8 +123,8 @@ def _check_placement(name: str, parameter: Any, managed: bool, world: World) -> 
     mesh, what = parameter.device_mesh, f"parameter {name!r} is a DTensor"
     if not managed:
         raise PrivacySpecError(
-            f"{what} that fully_shard() does not manage, as in tensor parallelism or on a model that another "
-            f"make_private has taken. {_PLAIN_MODEL}, or fully_shard of it"
+            f"{what} that fully_shard() does not manage, as in tensor parallelism or in a model that another "
+            "make_private has taken. Fix: leave it out, and give the compiled model itself, or fully_shard of it"
         )
     if mesh.ndim != 1 or mesh.mesh.tolist() != list(range(world.size)):
         raise PrivacySpecError(
@@ -155,14 +152,12 @@ class _Shard:
 class Shards:
     """The sharded parameters of a model, on one process.
 
-    stored   the shards, as the optimizer and `model.parameters()` have them
-
     Guarantee: wholes are equal on all processes, bit for bit, and change only in `gather`, where every process passes.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, found: "list[_Shard]", world: World) -> None:
         self.world = world
-        self._shards = _find(model)
+        self._shards = found
         self._depth = 0
         self._seen: int | None = None
         self.gather()
@@ -170,7 +165,8 @@ class Shards:
     @classmethod
     def of(cls, model: nn.Module, world: World) -> "Shards | None":
         """The shards of a model that `take_off` has seen; None if it has none."""
-        return cls(model, world) if _find(model) else None
+        found = _find(model)
+        return cls(found, world) if found else None
 
     def whole(self, stored: Tensor) -> nn.Parameter:
         """The whole parameter of a shard."""
@@ -178,7 +174,7 @@ class Shards:
 
     @property
     def stored(self) -> list[nn.Parameter]:
-        """The shards."""
+        """The shards, as the optimizer and `model.parameters()` have them."""
         return [one.stored for one in self._shards]
 
     @property
@@ -195,6 +191,7 @@ class Shards:
     def in_place(self) -> Iterator[None]:
         """Within it the model holds whole parameters, as they were gathered last."""
         if self._depth == 0:
+            self._check_held()
             for one in self._shards:
                 one.whole.requires_grad_(one.stored.requires_grad)
                 for held, key in one.places:
@@ -208,6 +205,15 @@ class Shards:
                 for one in self._shards:
                     for held, key in one.places:
                         held[key] = one.stored
+
+    def _check_held(self) -> None:
+        other = next((key for one in self._shards for held, key in one.places if held.get(key) is not one.stored), None)
+        if other is not None:
+            raise PrivateTrainingError(
+                f"a parameter {other!r} of the model is not the shard that make_private took: it was replaced, as "
+                "load_state_dict(assign=True) and model.to(dtype) do. Fix: load_state_dict without assign=, or "
+                "fully_shard, a new optimizer and make_private after the change"
+            )
 
     def gather(self) -> None:
         """Fill the wholes from the shards of all processes; a collective."""
@@ -227,8 +233,6 @@ class Shards:
                     values.copy_(gathered.view(size, -1)[where])
 
         self._each_bucket(wholes, pack, dist.all_gather_single, unpack, "for the parameters of the others")
-        for one in self._shards:
-            torch.autograd.graph.increment_version(one.whole)
         self._seen = versions(self.stored)
 
     def scatter(self, sums: Sequence[Tensor], noise: Sequence[Tensor], cuts: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -240,7 +244,7 @@ class Shards:
         Guarantee: raises `DistributedError` on every process, and sends nothing, unless every value of each tensor has
         got noise from one process, and from one alone.
         """
-        self._check(cuts, [total.numel() for total in sums])
+        self._check(sums, noise, cuts)
         size, rank = self.world.size, self.world.rank
         result = list(sums)
 
@@ -279,18 +283,21 @@ class Shards:
         prints = self.world.gathered(fingerprint([local_part(shard) for shard in shards]))
         return torch.tensor(list(bytes.fromhex("".join(prints))), dtype=torch.uint8, device="cpu")
 
-    def _check(self, cuts: Sequence[tuple[int, int]], sizes: Sequence[int]) -> None:
-        """Refuse parts of the noise that do not make up all values; a collective."""
+    def _check(self, sums: Sequence[Tensor], noise: Sequence[Tensor], cuts: Sequence[tuple[int, int]]) -> None:
+        """Refuse parts of the noise that do not make up all values, each where its process' rows are; a collective."""
         self.world.check_group()
+        sizes = [total.numel() for total in sums]
         told = torch.zeros(self.world.size, len(sizes), 2, dtype=torch.int64, device="cpu")
-        told[self.world.rank] = torch.tensor(list(cuts), dtype=torch.int64, device="cpu").view(-1, 2)
+        own = [own_values(total.shape, self.world.rank, self.world.size) for total in sums]
+        fits = own == list(cuts) and [one.numel() for one in noise] == [last - first for first, last in cuts]
+        told[self.world.rank] = torch.tensor(own, device="cpu").view(-1, 2) if fits else -1
         (told,) = self.world.sum([told])
         edges = torch.cat([told[:, :, 1].new_zeros(1, len(sizes)), told[:, :, 1]])
         whole = torch.tensor(list(sizes), dtype=torch.int64, device="cpu")
         if not (told[:, :, 0].equal(edges[:-1]) and edges[-1].equal(whole) and bool((edges.diff(dim=0) >= 0).all())):
             raise DistributedError(
                 f"the parts of the noise that the processes add do not make up all values: {told.tolist()}, as first "
-                f"and last by rank and parameter, of {list(sizes)} values. Nothing was released. Fix: run the same "
+                f"and last by rank and parameter, of {sizes} values. Nothing was released. Fix: run the same "
                 "release of dpquant_compile on every process, and go on from the last checkpoint"
             )
 

@@ -75,12 +75,13 @@ def test_analyses_of_the_paper_are_those_of_one_process(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def behaviour(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Many checks on two processes of one group, by name: for each process what it gave, or how it raised."""
-    faults = ("no noise", "the part of another", "one more process", "another place")
+    faults = ("no noise", "the part of another", "less than its part", "one more process", "another place")
     jobs: dict[str, tuple[Any, ...]] = {
         "forms": (sharded_workers.forms,),
         **{f"fault: {fault}": (sharded_workers.faulty, fault) for fault in faults},
         "written": (sharded_workers.written_before_the_step,),
         "stray": (sharded_workers.stray,),
+        "replaced": (sharded_workers.replaced,),
         **{f"refused: {kind}": (sharded_workers.refused, kind) for kind in sharded_workers.REFUSED},
     }
     folder = tmp_path_factory.mktemp("shards")
@@ -120,7 +121,7 @@ def test_faults_of_the_noise_are_found(behaviour: dict[str, list[Any]], tmp_path
     assert not torch.equal(found, alone(workers.noise_alone, {}, folder=tmp_path))
     with pytest.raises(AssertionError):
         check_one_draw(in_units(found))
-    for fault in ("the part of another", "one more process"):
+    for fault in ("the part of another", "less than its part", "one more process"):
         for result in behaviour[f"fault: {fault}"]:
             assert isinstance(result, Raised) and result.kind == "DistributedError", result
             assert "do not make up all values" in result.text and "Nothing was released" in result.text
@@ -135,6 +136,8 @@ def test_steps_that_would_not_be_those_of_the_gradients_are_stopped(behaviour: d
     for result in behaviour["stray"]:
         assert isinstance(result, Raised) and result.kind == "PrivateTrainingError"
         assert "did not come through the private program" in result.text
+    for result in behaviour["replaced"]:
+        assert isinstance(result, Raised) and "is not the shard that make_private took" in result.text
 
 
 @pytest.mark.slow
