@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def work(args: argparse.Namespace) -> dict[str, float]:
             if any(True for _ in block.parameters()):
                 fully_shard(block)
         fully_shard(model)
-    optimizers = {"sgd": partial(torch.optim.SGD, lr=1e-3), "adamw": torch.optim.AdamW}
+    sgd = partial(torch.optim.SGD, lr=1e-3)
+    optimizers: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "adamw": torch.optim.AdamW}
     engine = dpq.PrivacyEngine(accountant="rdp")
     model, optimizer, criterion, loader = engine.make_private(
         module=model.train(),

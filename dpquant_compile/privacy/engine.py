@@ -145,7 +145,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     ) -> Any:
         """Private versions of module, optimizer, criterion and loader, in this order; no criterion if none is given.
 
-        module                   the result of `dpquant_compile.compile`; another nn.Module is compiled with budget 0
+        module                   the result of `dpquant_compile.compile`; another nn.Module is compiled with budget 0.
+                                 By `fully_shard`, each process keeps shards of it, and steps those
         criterion                a loss with a `reduction`; see `PrivateCriterion`
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
                                  program is compiled for it; None: large enough for whole batches. All batches have the

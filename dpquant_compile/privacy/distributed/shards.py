@@ -292,12 +292,15 @@ class Shards:
         fits = own == list(cuts) and [one.numel() for one in noise] == [last - first for first, last in cuts]
         told[self.world.rank] = torch.tensor(own, device="cpu").view(-1, 2) if fits else -1
         (told,) = self.world.sum([told])
-        edges = torch.cat([told[:, :, 1].new_zeros(1, len(sizes)), told[:, :, 1]])
-        whole = torch.tensor(list(sizes), dtype=torch.int64, device="cpu")
-        if not (told[:, :, 0].equal(edges[:-1]) and edges[-1].equal(whole) and bool((edges.diff(dim=0) >= 0).all())):
+        starts, stops = told.unbind(2)
+        before = torch.cat([torch.zeros_like(stops[:1]), stops[:-1]])  # of each process, where the one before ends
+        whole = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        good = (starts == before).all(0) & (starts <= stops).all(0) & (stops[-1] == whole)
+        if not bool(good.all()):
+            bad = int(good.logical_not().nonzero()[0])
             raise DistributedError(
-                f"the parts of the noise that the processes add do not make up all values: {told.tolist()}, as first "
-                f"and last by rank and parameter, of {sizes} values. Nothing was released. Fix: run the same "
+                f"the parts of the noise that the processes add do not make up all values: {told[:, bad].tolist()} of "
+                f"the {sizes[bad]} of a parameter, as first and last by rank. Nothing was released. Fix: run the same "
                 "release of dpquant_compile on every process, and go on from the last checkpoint"
             )
 

@@ -1,8 +1,8 @@
 """Processes that train together: the parts of `torch.distributed` that private training needs.
 
-Each process holds the whole model and works on its own share of every batch. Rank 0 alone draws the samples of a batch
-and the policies, and sends them to the others by a collective. So different seeds cannot make processes diverge. Each
-process draws the noise of its own part of the values, so that each value gets noise once.
+Each process holds the whole model, or shards of it (`shards`), and works on its own share of every batch. Rank 0 alone
+draws the samples of a batch and the policies, and sends them to the others by a collective. So different seeds cannot
+make processes diverge. Each process draws the noise of its own part of the values, so that each value gets noise once.
 
 Two rules keep the collectives of all processes in step. They are called only where every process passes in the same
 order, however many micro-batches its share has: at the ends of logical batches and of epochs. And none is called while

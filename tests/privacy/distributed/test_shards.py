@@ -223,8 +223,4 @@ def test_secure_noise_of_each_process_is_its_own(tmp_path: Path) -> None:
         for name in a
     )
     noise = torch.stack([torch.cat([g.flatten() for g in step.values()]) for step in first["gradients"]])
-    values = noise.double() * first["expected"] / 50
-    for piece in values.split(values.shape[1] // 16, dim=1):
-        assert abs(float(piece.std()) - 1) < 0.06
-    halves = values[:, : values.shape[1] // 2 * 2].view(-1, 2, values.shape[1] // 2)
-    assert abs(float(torch.corrcoef(halves.transpose(0, 1).flatten(1))[0, 1])) < 0.03
+    check_one_draw(noise.double() * first["expected"] / (100.0 * 0.5))  # beside which the sums are nothing
