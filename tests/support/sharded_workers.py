@@ -18,6 +18,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dpquant_compile as dpq
+from dpquant_compile.privacy.distributed import shards as shards_module
+from dpquant_compile.privacy.distributed.shards import Shards, own_values, take_off
+from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.mechanism import optimizer as optimizer_module
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
 from tests.support import distributed_workers as workers
@@ -218,11 +221,7 @@ def tensors(engine: dpq.PrivacyEngine) -> dict[str, Tensor]:
 
 def scattered(size: int, shapes: Sequence[tuple[int, ...]]) -> Any:
     """`Shards` on tensors of odd shapes, in small buckets: what `scatter` gives and what `gather` restores."""
-    from dpquant_compile.privacy.distributed import world as distributed
-    from dpquant_compile.privacy.distributed.shards import Shards, own_values, take_off
-    from dpquant_compile.privacy.distributed.world import World
-
-    distributed.BUCKET_BYTES = 128
+    shards_module._CPU_BUCKET_BYTES = 128
     model = nn.ParameterList([nn.Parameter(torch.arange(float(torch.Size(s).numel())).view(s)) for s in shapes])
     holder = nn.Module()
     holder.held = model

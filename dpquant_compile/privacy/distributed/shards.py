@@ -28,6 +28,9 @@ __all__ = ["Shards", "local_part", "own_values", "take_off"]
 # As many buckets are under way at once: one is filled while another is sent, and no more memory is held.
 _UNDER_WAY = 2
 
+# On the CPU, where messages cost little: larger buffers, and gloo's copies of them, stay in the heap of the process.
+_CPU_BUCKET_BYTES = 4 * 2**20
+
 _WIDE = torch.float32  # or wider
 
 
@@ -322,7 +325,8 @@ class Shards:
             unpack(table, received)
 
         with self.world.guarded(what), torch.no_grad():
-            for places in buckets(tensors):
+            on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+            for places in buckets(tensors, _CPU_BUCKET_BYTES if on_cpu else None):
                 if len(running) == _UNDER_WAY:
                     arrive()
                 table = _Table(places, [_chunk(tensors[i].shape, self.world.size) for i in places])

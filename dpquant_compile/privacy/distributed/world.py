@@ -347,14 +347,15 @@ def described(dataset: Any) -> str:
     return f"{type(dataset).__name__} of {len(dataset)}"
 
 
-def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of tensors that are sent together: of one type and device, up to the bucket size or one tensor."""
+def buckets(tensors: Sequence[Tensor], limit: int | None = None) -> list[list[int]]:
+    """The indices of tensors that are sent together: of one type and device, up to `limit` bytes or one tensor."""
+    limit = BUCKET_BYTES if limit is None else limit
     made: list[list[int]] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        bucket, filled = open_bucket.get(kind, ([], BUCKET_BYTES))
-        if filled + size > BUCKET_BYTES:
+        bucket, filled = open_bucket.get(kind, ([], limit))
+        if filled + size > limit:
             bucket, filled = [], 0
             made.append(bucket)
         bucket.append(i)
