@@ -1,6 +1,7 @@
 """Interface between CompiledModule and PrivacyEngine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from dpquant_compile.numerics.random_bits import RandomBits
 from dpquant_compile.programs import Programs
 from dpquant_compile.spec import CompileSpec
 
-__all__ = ["Internals", "Runner", "refuse_grad_samplers"]
+__all__ = ["Internals", "Runner", "Storage", "refuse_grad_samplers"]
 
 
 class Runner(Protocol):
@@ -24,6 +25,20 @@ class Runner(Protocol):
 
     def ways(self) -> tuple[tuple[str, str, str], ...]:
         """For `explain()`: each trainable parameter, its uses, and how its per-sample gradients are computed."""
+
+
+class Storage(Protocol):
+    """Keeps the parameters of a model in another form than its programs read: shards, on several processes."""
+
+    @property
+    def stored(self) -> Iterable[Tensor]:
+        """The parameters as they are kept, which the model has at rest."""
+
+    def refresh(self) -> None:
+        """Take over what something else than a private step has changed."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Within it the model has its parameters as programs read them, as of the last step or `refresh`."""
 
 
 @dataclass(frozen=True)

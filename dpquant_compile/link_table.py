@@ -14,7 +14,7 @@ from dpquant_compile.numerics.random_bits import ROLES, PublicBits, RandomBits
 from dpquant_compile.numerics.recipe import Precision
 from dpquant_compile.policy import Policy, resolve_policy
 
-__all__ = ["Dispatcher", "LinkTable"]
+__all__ = ["Dispatcher", "LinkTable", "versions"]
 
 FIRST_CAPACITY = 1 << 16  # larger batches make the table grow, and the program compile once more
 
@@ -88,10 +88,10 @@ class Dispatcher:
         """
         bits = bits or self.bits
         if parameters is not None:
-            versions = _versions(parameters)
-            if self._versions is not None and versions != self._versions:
+            now = versions(parameters)
+            if self._versions is not None and now != self._versions:
                 self.step += 1
-            self._versions = versions
+            self._versions = now
         wanted = (self.policy if low else None, bits, self.step, device)
         with torch.inference_mode(False):  # the table outlives this call, and may next be used where gradients are
             self._show_samples(batch, device, self.sample_ids if ids is None else ids, bits)
@@ -117,7 +117,7 @@ class Dispatcher:
 
     def changed(self, parameters: Iterable[Tensor]) -> bool:
         """Whether parameters changed since the last training forward."""
-        return self._versions is not None and _versions(parameters) != self._versions
+        return self._versions is not None and versions(parameters) != self._versions
 
     def _show_samples(self, batch: int, device: torch.device, ids: Tensor | None, bits: RandomBits) -> None:
         table, size = self.table, max(FIRST_CAPACITY, 1 << max(batch - 1, 0).bit_length())
@@ -148,5 +148,6 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 register_optimizer_step_post_hook(_count_step)
 
 
-def _versions(parameters: Iterable[Tensor]) -> int:
+def versions(parameters: Iterable[Tensor]) -> int:
+    """A number that changes with every write to one of the parameters, but for writes through `.data`."""
     return sum(p._version + _STEPS.get(p, 0) for p in parameters if not p.is_inference())

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import fx, nn
 from dpquant_compile import pipeline
 from dpquant_compile.backends.graph_compile import AotGraph
 from dpquant_compile.backends.registry import Choice
-from dpquant_compile.engine_interface import Internals, Runner, refuse_grad_samplers
+from dpquant_compile.engine_interface import Internals, Runner, Storage, refuse_grad_samplers
 from dpquant_compile.errors import CaptureError, PrivateTrainingError, SiteError, listing
 from dpquant_compile.explain import Explanation, explain, kernel_of, kernels_of
 from dpquant_compile.link_table import Dispatcher, LinkTable
@@ -79,13 +80,17 @@ class CompiledModule(nn.Module):
         self._variants = VariantCache()
         self.use_variants = True
         self.__dict__["_private"] = None
+        self.__dict__["_storage"] = None
 
     # Running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded(args, kwargs):
             return self._plain(args, kwargs)
-        return self._run(args, kwargs)
+        if self.storage is not None:
+            self.storage.refresh()
+        with self.whole_parameters():
+            return self._run(args, kwargs)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         """The original's forward, for an export or a trace of the model in eval(), where both give the same."""
@@ -137,8 +142,9 @@ class CompiledModule(nn.Module):
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture and prepare the graph for a call with these arguments, without running or compiling it."""
-        args, kwargs = self._programs.normalise(args, kwargs)
-        self._programs.get(args, kwargs, batch_size(args, kwargs))
+        with self.whole_parameters():
+            args, kwargs = self._programs.normalise(args, kwargs)
+            self._programs.get(args, kwargs, batch_size(args, kwargs))
 
     def recapture(self) -> None:
         """Discard the captured graphs, after a change of the model outside its parameters, modes and modules.
@@ -163,12 +169,30 @@ class CompiledModule(nn.Module):
         """Whether `runner` runs this model's training forwards now."""
         return self.__dict__["_private"] is runner
 
+    def keep_in(self, storage: Storage) -> None:
+        """Let `storage` keep the parameters at rest."""
+        self.__dict__["_storage"] = storage
+
+    @property
+    def storage(self) -> Storage | None:
+        """What keeps the parameters at rest; None if the model has them itself."""
+        storage: Storage | None = self.__dict__["_storage"]
+        return storage
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Within it parameters are whole tensors, as programs read them, also where processes keep shards of them."""
+        return nullcontext() if self.storage is None else self.storage.in_place()
+
+    def _kept(self) -> Iterable[torch.Tensor]:
+        """The parameters whose versions tell steps: those that an optimizer writes to."""
+        return self._original.parameters() if self.storage is None else self.storage.stored
+
     def _begin_private(self, batch: int, ids: torch.Tensor, bits: RandomBits) -> LinkTable:
         self._begin(batch, True, bits=bits, ids=ids)
         return self._dispatcher.table
 
     def _begin(self, batch: int, low: bool, **private: Any) -> None:
-        parameters = self._original.parameters() if self._original.training else None
+        parameters = self._kept() if self._original.training else None
         self._dispatcher.begin(batch=batch, device=self._device(), low=low, parameters=parameters, **private)
 
     # Sites and policies
@@ -204,7 +228,7 @@ class CompiledModule(nn.Module):
         To resume, set it to its value at the checkpoint. Set it also where parameters change undetected, through
         `parameter.data`.
         """
-        return self._dispatcher.step + self._dispatcher.changed(self._original.parameters())
+        return self._dispatcher.step + self._dispatcher.changed(self._kept())
 
     @step.setter
     def step(self, value: int) -> None:

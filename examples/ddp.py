@@ -1,10 +1,11 @@
 """Train a small CNN privately on several processes, with three quarters of its layers in four bits.
 
-    torchrun --nproc-per-node=2 examples/ddp.py [--epochs 6] [--inner inductor]
+    torchrun --nproc-per-node=2 examples/ddp.py [--epochs 6] [--inner inductor] [--shard]
 
 The data are the 1,797 handwritten digits that come with scikit-learn. Each process clips the gradients of its share of
 every Poisson batch; the sums are added up, noise comes in once, and all processes take the same step. Killed and
 started again, or with another --nproc-per-node, it goes on from its checkpoint. Without torchrun it is one process.
+With --shard each process keeps its part of parameters, gradients and optimizer states.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpquant_compile as dpq
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--inner", default="inductor", help="inductor, aot_eager or eager (default: inductor)")
     parser.add_argument("--out", type=Path, default=Path("out/ddp"), help="for checkpoint and ledger; all must see it")
+    parser.add_argument("--shard", action="store_true", help="fully_shard the model; under torchrun")
     args = parser.parse_args()
     if "RANK" in os.environ:  # set by torchrun
         dpq.init_process_group()
@@ -63,6 +66,8 @@ def main() -> None:
     torch.manual_seed(0)
     records, test_x, test_y = digits()
     model = dpq.compile(build(), budget=0.75, inner=args.inner)
+    if args.shard:
+        fully_shard(model)  # after compile, before the optimizer
     engine = dpq.PrivacyEngine(accountant="rdp", ledger_path=args.out / "ledger.json")
     model, optimizer, criterion, loader = engine.make_private(
         module=model.train(),

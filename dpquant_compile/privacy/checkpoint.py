@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dpquant_compile.errors import CheckpointError
 from dpquant_compile.privacy.atomic_file import write_whole
 from dpquant_compile.privacy.distributed import checkpoint
+from dpquant_compile.privacy.distributed.shards import local_part
 from dpquant_compile.privacy.distributed.world import copy_ledger
 
 if TYPE_CHECKING:
     from dpquant_compile.privacy.engine import PrivacyEngine
+    from dpquant_compile.privacy.run import Run
 
 __all__ = ["load_into", "read", "save", "state_of"]
 
@@ -60,6 +64,10 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], within: str =
 
 def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
     """The state of model, optimizer, ledger, scheduler, and every source of randomness."""
+    if engine.run.session.shards is not None and engine.run.world.size > 1:
+        raise CheckpointError(
+            "state_dict() of a sharded run: no process has the whole state. Fix: save_checkpoint() on every process"
+        )
     if not engine.run.world.first:
         raise CheckpointError(
             f"state_dict() on rank {engine.run.world.rank}: only rank 0 has noise and ledger. Fix: save_checkpoint() "
@@ -69,12 +77,14 @@ def state_of(engine: "PrivacyEngine") -> dict[str, Any]:
 
 
 def _large(engine: "PrivacyEngine") -> dict[str, Any]:
-    """State that is equal on all processes, copied, since training goes on."""
+    """State that is equal on all processes, or sharded over them; copied, since training goes on."""
     run = engine.run
-    return {
+    state = {
         "model": copy.deepcopy(dict(run.session.model.state_dict())),
         "optimizer": copy.deepcopy(run.optimizer.state_dict()),
     }
+    # Shards of one process are whole: a file has plain tensors only.
+    return tree_map(local_part, state) if run.world.size == 1 else state
 
 
 def _small(engine: "PrivacyEngine") -> dict[str, Any]:
@@ -92,6 +102,7 @@ def _small(engine: "PrivacyEngine") -> dict[str, Any]:
         "version": VERSION,
         "config": config_of(engine),
         "world": run.world.size,
+        "sharded": run.session.shards is not None,
         "ledger": engine.ledger.state_dict(),
         "noise": run.noise.state_dict(),
         "sampler": None if generator is None else generator.get_state(),
@@ -143,8 +154,7 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
     world.agree("at load_checkpoint", {"ledger": own_spends})
     replay = world.on_first("the ledger, at load_checkpoint", lambda: _load_ledger(engine, state, replay))
     copy_ledger(world, engine.ledger)
-    run.session.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
+    _load_tensors(run, state)
     if state["sampler"] is not None and run.loader.generator is not None and not engine.secure_mode:
         run.loader.generator.set_state(state["sampler"])
     if replay:
@@ -163,6 +173,27 @@ def load_into(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -
         engine.scheduler.load_state_dict(state["scheduler"])
 
 
+def _load_tensors(run: "Run", state: Mapping[str, Any]) -> None:
+    """Load whole tensors into model and optimizer; of sharded ones each process takes its own values."""
+    model, shards = dict(state["model"]), run.session.shards
+    optimizer = {**state["optimizer"], "state": dict(state["optimizer"]["state"])}
+    if shards is not None:
+        stored = {id(parameter) for parameter in shards.stored}
+        for name, parameter in run.session.model.named_parameters(remove_duplicate=False):
+            if id(parameter) in stored and name in model:
+                model[name] = shards.cut(parameter, model[name])
+        held = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+        for number, values in optimizer["state"].items():
+            if id(parameter := held[number]) in stored:
+                alike = {n for n, v in values.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+                cut = {name: shards.cut(parameter, values[name]) for name in alike}
+                optimizer["state"][number] = {**values, **cut}
+    run.session.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    if shards is not None:
+        shards.gather()
+
+
 _UNCOUNTED = (
     "the run went on from a checkpoint with new noise and without a ledger on disk: releases that were made after the "
     "checkpoint are not counted here"
@@ -178,14 +209,17 @@ _UNCHECKED = (
 def _load_ledger(engine: "PrivacyEngine", state: Mapping[str, Any], replay: bool) -> bool:
     """Restore the ledger of a state; returns whether the run repeats what came after it.
 
-    Another number of processes adds up in another order: the same noise on a sum with other last bits would reveal the
-    difference of the two sums. Such a run keeps the saved noise only if the file shows that none was used since.
+    Another number of processes, or the same with shards or without, adds up in another order: the same noise on a sum
+    with other last bits would reveal the difference of the two sums. Such a run keeps the saved noise only if the file
+    shows that none was used since.
     """
     ledger, releases, size = engine.ledger, engine.releases, engine.run.world.size
     ledger.load_state_dict(state["ledger"], replays=replay)
     releases.forget()
     run, done = ledger.position
-    same = state.get("world", 1) == size and not releases.went_on_elsewhere(run, done, size)
+    form = (size, engine.run.session.shards is not None)
+    same = (state.get("world", 1), state.get("sharded", False)) == form
+    same = same and not releases.went_on_elsewhere(run, done, size)
     if replay and not same and (ledger.path is None or ledger.repeating):
         ledger.depart()
         replay = False

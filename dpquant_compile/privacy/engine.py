@@ -23,7 +23,7 @@ from dpquant_compile.privacy import checkpoint, validate
 from dpquant_compile.privacy.accounting.accountants import check_accountant
 from dpquant_compile.privacy.accounting.ledger import Ledger
 from dpquant_compile.privacy.accounting.payments import Payments
-from dpquant_compile.privacy.accounting.replay_check import Releases, fingerprint
+from dpquant_compile.privacy.accounting.replay_check import Releases
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.runtime import Session
 from dpquant_compile.privacy.data.poisson_loader import (
@@ -33,6 +33,7 @@ from dpquant_compile.privacy.data.poisson_loader import (
     private_loader,
     secure_uniform,
 )
+from dpquant_compile.privacy.distributed.shards import Shards
 from dpquant_compile.privacy.distributed.world import World, copy_ledger, described
 from dpquant_compile.privacy.hooks import refuse_hooks
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream
@@ -144,7 +145,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
     ) -> Any:
         """Private versions of module, optimizer, criterion and loader, in this order; no criterion if none is given.
 
-        module                   the result of `dpquant_compile.compile`; another nn.Module is compiled with budget 0
+        module                   the result of `dpquant_compile.compile`; another nn.Module is compiled with budget 0.
+                                 By `fully_shard`, each process keeps shards of it, and steps those
         criterion                a loss with a `reduction`; see `PrivateCriterion`
         max_physical_batch_size  the loader cuts each Poisson batch into micro-batches of at most this size, and the
                                  program is compiled for it; None: large enough for whole batches. All batches have the
@@ -172,7 +174,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             )
         world = World.current()
         validate.check_world(world, poisson_sampling)
-        model = validate.compiled_module(module)
+        model = validate.compiled_module(module, world)
         validate.refuse_variants(model)
         parameters = validate.trainable(model, optimizer)
         bounds = Clipping.build(clipping, max_grad_norm, list(parameters))
@@ -191,6 +193,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             gradient=None if wrapped is None else wrapped.gradient,
             constant_inputs=validate.pin_criterion(wrapped, constant_inputs or {}, varying_shapes),
             varying_shapes=varying_shapes,
+            shards=model.storage if isinstance(model.storage, Shards) else None,
         )
         hooks = _RunHooks(self, session)
         secure = self.secure_mode and poisson_sampling
@@ -241,7 +244,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         )
         self.planned_epochs = None
         self._join()
-        session.constants.freeze()
+        with model.whole_parameters():
+            session.constants.freeze()
         return (model, private, loader) if wrapped is None else (model, private, wrapped, loader)
 
     def make_private_with_epsilon(
@@ -294,7 +298,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
             )
         settings = {**checkpoint.config_of(self), "dataset": described(self.dataset), "policy": sorted(model.policy)}
         world.agree("in make_private", settings)
-        world.copy_first([*model.parameters(), *model.buffers()])
+        shards = self.run.session.shards
+        apart = set() if shards is None else set(map(id, shards.stored))  # of each process' own
+        world.copy_first([*(p for p in model.parameters() if id(p) not in apart), *model.buffers()])
         self._share_keys()
         model.step = world.on_first("the step of the model, at make_private", lambda: model.step)
         copy_ledger(world, self.ledger)
@@ -328,7 +334,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         facts = {
             "policy": sorted(run.session.model.policy),
             "ledger": [f"{e.steps} {e.purpose} q={e.q!r} sigma={e.sigma!r}" for e in self.ledger.entries],
-            "parameters": fingerprint(list(run.session.model.parameters())),
+            "parameters": run.session.printed_parameters(),
             "scores": None if self.scheduler is None else self.scheduler.scores,
         }
         run.world.agree(when, facts)
@@ -376,7 +382,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]  # Opacus has n
         """
         checkpoint.load_into(self, state, replay and not self.secure_mode)
         self._share_keys()
-        self.session.constants.take_loaded(state["model"])
+        with self.session.model.whole_parameters():
+            self.session.constants.take_loaded(state["model"])
 
     def save_checkpoint(self, *, path: Any, checkpoint_dict: dict[str, Any] | None = None, **ignored: Any) -> None:
         """Write `state_dict()` atomically, with the entries of `checkpoint_dict` beside it.

@@ -22,6 +22,7 @@ from dpquant_compile.module import CompiledModule
 from dpquant_compile.privacy.data.criterion import CONSTANT_PREFIX, PrivateCriterion
 from dpquant_compile.privacy.data.loss_gradient import DIVIDED
 from dpquant_compile.privacy.data.poisson_loader import holds_batch
+from dpquant_compile.privacy.distributed.shards import Shards, take_off
 from dpquant_compile.privacy.distributed.world import World
 from dpquant_compile.privacy.run import Step
 from dpquant_compile.spec import CompileSpec
@@ -45,11 +46,12 @@ __all__ = [
 ]
 
 
-def compiled_module(module: nn.Module) -> CompiledModule:
+def compiled_module(module: nn.Module, world: World) -> CompiledModule:
     """`module` as a CompiledModule: another module is compiled with budget 0, and wrappers for devices are taken off.
 
     The hooks of DistributedDataParallel wait for gradients from autograd, which a private program does not give: the
-    optimizer adds up. DataParallel without several devices does nothing.
+    optimizer adds up. So do those of `fully_shard`, whose shards stay. DataParallel without several devices does
+    nothing.
     """
     if isinstance(module, nn.DataParallel):
         if len(module.device_ids) > 1:
@@ -66,7 +68,9 @@ def compiled_module(module: nn.Module) -> CompiledModule:
                 "private training runs on all processes of the default group. Fix: leave process_group= out"
             )
         module = module.module
-    refuse_shards(module)
+    sharded = isinstance(module, CompiledModule) and module.storage is not None  # by an earlier make_private
+    if not sharded:
+        take_off(module, world)
     if isinstance(module, torch._dynamo.OptimizedModule):
         inside = isinstance(module._orig_mod, CompiledModule)
         fix = (
@@ -76,24 +80,10 @@ def compiled_module(module: nn.Module) -> CompiledModule:
         )
         raise PrivacySpecError(f"this model was compiled by torch.compile. Fix: {fix}")
     refuse_layers(module)
-    return module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
-
-
-def refuse_shards(module: nn.Module) -> None:
-    """Refuse models whose parameters are sharded over processes: the compiled program reads whole parameters."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import, and seldom needed
-    from torch.distributed.tensor import DTensor
-
-    wrapped = next((m for m in module.modules() if isinstance(m, FullyShardedDataParallel)), None)
-    spread = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
-    if wrapped is not None or spread is not None:
-        raise PrivacySpecError(
-            f"this model is sharded over processes ({f'parameter {spread!r}' if spread else 'FullyShardedDataParallel'}"
-            "), as by fully_shard() or tensor parallelism, and the compiled program reads whole parameters. Fix: leave "
-            "it out, and give the compiled model itself, or DistributedDataParallel of it, on each process"
-        )
+    model = module if isinstance(module, CompiledModule) else CompiledModule(module, CompileSpec.build(0))
+    if not sharded and (shards := Shards.of(model, world)):
+        model.keep_in(shards)
+    return model
 
 
 def refuse_variants(model: CompiledModule) -> None:
@@ -154,7 +144,7 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
     if any(id(parameter) not in names for parameter in held):
         raise PrivacySpecError(
             "the optimizer holds parameters that are not the model's: make it of model.parameters(), "
-            "after moving the model"
+            "after moving or sharding the model"
         )
     chosen = {names[id(parameter)]: parameter for parameter in held if parameter.requires_grad}
     if not chosen:

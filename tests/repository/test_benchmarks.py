@@ -48,5 +48,7 @@ def test_benchmark_runs_on_its_small_setting(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "ddp.py", "--smoke", "--json", tmp_path / "figures.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert all(word in done.stdout for word in ("1 process", "2 processes", "samples/s", "communication"))
+    assert all(
+        word in done.stdout for word in ("1 process", "2 processes, sharded", "samples/s", "communication", "peak")
+    )
     assert (tmp_path / "figures.json").exists()

@@ -305,10 +305,12 @@ def test_resuming_refuses_an_epoch_that_is_not_there(run: Run, capsys: pytest.Ca
 
 
 @pytest.mark.heavy
-def test_example_runs_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_example_runs_under_torchrun(options: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--epochs", "2", "--inner", "eager", *options]
     done = subprocess.run(
-        [*command, ROOT / "examples" / "ddp.py", "--epochs", "2", "--inner", "eager", "--out", tmp_path / "out"],
+        [*command, ROOT / "examples" / "ddp.py", *options, "--out", tmp_path / "out"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +22,18 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 import dpquant_compile as dpq
 from dpquant_compile.privacy.accounting import ledger_file
 from dpquant_compile.privacy.distributed import world as distributed
+from dpquant_compile.privacy.distributed.shards import local_part
 from dpquant_compile.privacy.distributed.world import World, call_roll
 from dpquant_compile.privacy.mechanism import gaussian
 from dpquant_compile.privacy.mechanism import optimizer as optimizer_module
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
 from tests.support.private import coarsest
-from tests.support.processes import meet, settle_down
+from tests.support.processes import Raised, meet, settle_down
 
 EPOCHS, DELTA = 3, 1e-5
+
+# Options of a run without noise, whose sums are those of low precision.
+ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
 
 
 # The run
@@ -116,7 +121,7 @@ def outcome(engine: dpq.PrivacyEngine) -> dict[str, Any]:
     """What runs are compared by."""
     scheduler = engine.scheduler
     return {
-        "parameters": {n: p.detach().clone() for n, p in engine.session.model.named_parameters()},
+        "parameters": {n: whole(p) for n, p in engine.session.model.named_parameters()},
         "policies": None if scheduler is None else [record.policy for record in scheduler.history],
         "scores": None if scheduler is None else scheduler.scores,
         "epsilon": engine.get_epsilon(DELTA),
@@ -125,14 +130,44 @@ def outcome(engine: dpq.PrivacyEngine) -> dict[str, Any]:
     }
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    """The model of rank 0, by `fully_shard` on all processes; as it is without a group."""
+    if dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        for tensor in model.parameters():  # seeds differ, and no process sees the whole model of another later on
+            dist.broadcast(tensor.data, 0)
+        for block in (model.conv, model.body):
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor, or all of one that is spread over the processes."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def several(*jobs: tuple[Any, ...]) -> list[Any]:
+    """Some works one after the other, `(work, *args)` each, in one group: what each gave, or how it ended."""
+    results: list[Any] = []
+    for work, *args in jobs:
+        try:
+            results.append(work(*args))
+        except Exception as error:
+            results.append(Raised(type(error).__name__, str(error), traceback.format_exc()))
+    return results
+
+
 # What the tests run
 
 
 def gradients(options: dict[str, Any]) -> dict[str, Any]:
     """The gradients of each step of an epoch, at weights that stay, and the samples."""
     engine, seen = engine_of(**{"lr": 0.0, **options}), []
-    parameters = engine.session.parameters
-    drawn = epoch(engine, lambda: seen.append({n: p.grad.clone() for n, p in parameters.items()}))
+    parameters = engine.session.stored
+    drawn = epoch(engine, lambda: seen.append({n: whole(p.grad) for n, p in parameters.items()}))
     return {"gradients": seen, "drawn": drawn, "expected": engine.run.loader.expected_batch_size}
 
 
@@ -200,10 +235,6 @@ def wrapped(kind: str) -> dict[str, Any]:
     wraps: dict[str, Callable[[nn.Module], nn.Module]] = {"plain": lambda model: model}
     if kind == "ddp":
         wraps["ddp"] = nn.parallel.DistributedDataParallel
-    elif kind == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        wraps["fsdp2"] = fully_shard
     engine = engine_of(wrap=wraps[kind])
     epoch(engine)
     return outcome(engine)
@@ -243,7 +274,7 @@ def noise_alone(options: dict[str, Any], fault: str = "", epochs: int = 2, load:
     A fault is that of rank 1 alone. `load` is a checkpoint to go on from.
     """
     engine, seen = engine_of(**{"lr": 0.0, "policy": "none", "width": 150, **options}), []
-    made, parameters = engine.run, engine.session.parameters
+    made, parameters = engine.run, engine.session.stored
     add, part_of = optimizer_module.add_part, Part.of
     if fault and rank() == 1:
         if fault == "no noise":
@@ -263,7 +294,7 @@ def noise_alone(options: dict[str, Any], fault: str = "", epochs: int = 2, load:
             (made.criterion(made.session.model(x), y) * 0).backward()
             made.optimizer.step()
             if last:
-                seen.append(torch.cat([p.grad.flatten() for p in parameters.values()]))
+                seen.append(torch.cat([whole(p.grad).flatten() for p in parameters.values()]))
     if load is not None and not load.exists():
         engine.save_checkpoint(path=load)
     return torch.stack(seen)
@@ -314,15 +345,15 @@ def secure_run() -> dict[str, Any]:
     return {**found, **outcome(engine)}
 
 
-def dying(folder: Path, victim: int, at: int) -> Any:
+def dying(folder: Path, victim: int, at: int, options: dict[str, Any] | None = None) -> Any:
     """A run of which one process is killed after its step number `at`, before the next."""
-    engine, steps = engine_of(ledger_path=folder / "ledger.json", schedule={}), [0]
-    before = [p.detach().clone() for p in engine.session.model.parameters()]
+    engine, steps = engine_of(ledger_path=folder / "ledger.json", schedule={}, **(options or {})), [0]
+    before = [local_part(p).clone() for p in engine.session.model.parameters()]
 
     def each() -> None:
         steps[0] += 1
         if steps[0] == at:
-            before[:] = [p.detach().clone() for p in engine.session.model.parameters()]
+            before[:] = [local_part(p).clone() for p in engine.session.model.parameters()]
             if rank() == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -330,7 +361,8 @@ def dying(folder: Path, victim: int, at: int) -> Any:
         for _ in range(EPOCHS):
             epoch(engine, each)
     except dpq.errors.DistributedError as error:
-        same = all(torch.equal(a, b) for a, b in zip(before, engine.session.model.parameters(), strict=True))
+        now = map(local_part, engine.session.model.parameters())
+        same = all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
         return str(error), steps[0], same
     return "it never noticed", steps[0], False
 
@@ -405,7 +437,7 @@ def collectives() -> dict[str, Any]:
     distributed.BUCKET_BYTES = 64
     shapes = [(3, 5), (), (40,), (0,), (2, 2, 2)]
     own = [torch.full(shape, float(world.rank + 1)) for shape in shapes] + [torch.tensor([world.rank + 1])]
-    results["buckets"] = distributed._buckets(own)
+    results["buckets"] = distributed.buckets(own)
     results["sums"] = world.sum(own)
     results["bytes"] = world.traffic.bytes
     layout = torch.channels_last
@@ -449,11 +481,12 @@ def collectives() -> dict[str, Any]:
 # Under torchrun
 
 
-def restarted(folder: Path) -> None:
+def restarted(folder: Path, form: str) -> None:
     """All epochs from the last checkpoint on; in the first life rank 1 is killed in the middle of the second epoch."""
     settle_down()
     meet()
-    engine = engine_of(ledger_path=folder / "ledger.json", schedule={})
+    wraps = {"whole": lambda model: model, "sharded": sharded}
+    engine = engine_of(ledger_path=folder / "ledger.json", schedule={}, wrap=wraps[form])
     path, steps = folder / "checkpoint", [0]
     if path.exists():
         engine.load_checkpoint(path=path)
@@ -473,4 +506,4 @@ def restarted(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    restarted(Path(sys.argv[1]))
+    restarted(Path(sys.argv[1]), sys.argv[2])

@@ -31,6 +31,7 @@ from dpquant_compile.passes.precision.insert_switches import call_at
 from dpquant_compile.passes.private.drop_batch_loss import with_batch_loss
 from dpquant_compile.passes.private.joint_facts import TENSOR
 from dpquant_compile.passes.snapshot import storage_of
+from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import Clipping
 from dpquant_compile.privacy.clipping.joint_graph import Inputs, JointSpec, packed_key
 from dpquant_compile.privacy.clipping.parameter_uses import find_uses, refuse_whole_modules
@@ -40,6 +41,7 @@ from dpquant_compile.privacy.contents import Contents
 from dpquant_compile.privacy.data.loss_gradient import DIVIDED, LossGradient, PrivateForward
 from dpquant_compile.privacy.data.poisson_loader import MicroBatch
 from dpquant_compile.privacy.device_checks import DeviceChecks
+from dpquant_compile.privacy.distributed.shards import Shards
 from dpquant_compile.privacy.hooks import refuse_hooks, refuse_modes
 from dpquant_compile.privacy.mechanism.secret_bits import SecretBits
 from dpquant_compile.privacy.run import Forward, Pinned, Step
@@ -77,7 +79,9 @@ class UnnoisedSum(Tensor):
 class Session:
     """Runs a compiled model's training forwards privately.
 
-    parameters  the trainable parameters that the optimizer holds, by name, in its order
+    stored      the trainable parameters that the optimizer holds, by name, in its order; of several processes maybe
+                shards, see `Shards`
+    parameters  the same as programs read them: whole
     physical    the one batch size of the compiled programs; smaller micro-batches are padded to it
     mean        whether gradients come divided by the size of the batch, as from a loss that the loop reduces by itself
     gradient    how the criterion's losses come; None without a criterion
@@ -94,7 +98,7 @@ class Session:
     def __init__(
         self,
         model: CompiledModule,
-        parameters: Mapping[str, nn.Parameter],
+        stored: Mapping[str, nn.Parameter],
         clipping: Clipping,
         physical: int,
         mean: bool,
@@ -103,14 +107,18 @@ class Session:
         gradient: LossGradient | None = None,
         constant_inputs: Mapping[str, Any] | None = None,
         varying_shapes: bool = False,
+        shards: Shards | None = None,
     ) -> None:
         self.model = model
+        self.shards = shards
         self.gradient = gradient
         self.bits: SecretBits  # from `attach`, without which nothing runs
         self.step = step
         self.internals: Internals = model.internals()
-        self.constants = Constants(self.internals.original, constant_inputs or {}, varying_shapes)
-        self.parameters = dict(parameters)
+        with model.whole_parameters():
+            self.constants = Constants(self.internals.original, constant_inputs or {}, varying_shapes)
+        self.stored = dict(stored)
+        self.parameters = {name: p if shards is None else shards.whole(p) for name, p in stored.items()}
         self.clipping = clipping
         self.physical = physical
         self.mean = mean
@@ -171,6 +179,16 @@ class Session:
     def add_used(self, names: Iterable[str]) -> None:
         """Take parameters for used that another process of this run has used."""
         self._used.update(names)
+
+    def gather(self) -> None:
+        """After a change of `stored`, bring `parameters` up to date; a collective where they are sharded."""
+        if self.shards is not None:
+            self.shards.gather()
+
+    def printed_parameters(self) -> str:
+        """A fingerprint of the model's parameters as programs read them."""
+        with self.model.whole_parameters():
+            return fingerprint(list(self.internals.original.parameters()))
 
     # The sums of a logical batch
 
@@ -487,7 +505,8 @@ class _Call:
         self._watched: list[tuple[str, Tensor, int]] = []
 
     def _versions(self) -> int:
-        return sum(parameter._version for parameter in self.session.parameters.values())
+        held = (*self.session.parameters.values(), *self.session.stored.values())
+        return sum(parameter._version for parameter in held)
 
     def run(self, inputs: Inputs) -> list[Any]:
         """The outputs, padded; what backward needs stays here, and is watched for writes from outside."""
@@ -508,6 +527,10 @@ class _Call:
         return outputs
 
     def backward(self, grads: Sequence[Tensor]) -> None:
+        with self.session.model.whole_parameters():
+            self._backward(grads)
+
+    def _backward(self, grads: Sequence[Tensor]) -> None:
         session = self.session
         refuse_hooks(session.model)
         refuse_modes()

@@ -1,7 +1,8 @@
 """Checkpoints of several processes: `torch.distributed.checkpoint` in a folder, written atomically.
 
-All processes hold the tensors of the model and the optimizer; each writes a part of them. Everything else belongs to
-rank 0. It is small, and is stored in one more tensor: the bytes of a file like that of a single process.
+All processes hold the tensors of the model and the optimizer, or shards of them; each writes a part of them.
+Everything else belongs to rank 0. It is small, and is stored in one more tensor: the bytes of a file like that of a
+single process.
 """
 
 import io
@@ -33,7 +34,7 @@ _MARK = "\0tensor "  # marks a tensor in the plain part; the tensor's name follo
 
 
 def save_folder(world: World, path: Path, plain: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Write a checkpoint: `plain` of rank 0, and nested `tensors`, which are equal on all processes.
+    """Write a checkpoint: `plain` of rank 0, and nested `tensors`, equal on all processes or sharded over them.
 
     Ensures: `path` is a symlink to a folder beside it. It points to the old checkpoint until the new one is complete,
     then to the new one. All processes must see that folder.

@@ -1,8 +1,8 @@
 """Processes that train together: the parts of `torch.distributed` that private training needs.
 
-Each process holds the whole model and works on its own share of every batch. Rank 0 alone draws the samples of a batch
-and the policies, and sends them to the others by a collective. So different seeds cannot make processes diverge. Each
-process draws the noise of its own part of the values, so that each value gets noise once.
+Each process holds the whole model, or shards of it (`shards`), and works on its own share of every batch. Rank 0 alone
+draws the samples of a batch and the policies, and sends them to the others by a collective. So different seeds cannot
+make processes diverge. Each process draws the noise of its own part of the values, so that each value gets noise once.
 
 Two rules keep the collectives of all processes in step. They are called only where every process passes in the same
 order, however many micro-batches its share has: at the ends of logical batches and of epochs. And none is called while
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from dpquant_compile.privacy.accounting.ledger import Ledger
     from dpquant_compile.privacy.clipping.runtime import Session
 
-__all__ = ["Traffic", "World", "call_roll", "copy_ledger", "described", "init_process_group", "wide_sums"]
+__all__ = [
+    "Traffic",
+    "World",
+    "buckets",
+    "call_roll",
+    "copy_ledger",
+    "described",
+    "init_process_group",
+    "wide_sums",
+]
 
 # Size of a bucket, as in DistributedDataParallel: one bucket is summed while the next one is filled.
 BUCKET_BYTES = 25 * 2**20
@@ -182,7 +191,7 @@ class World:
         started = time.perf_counter()
         result, running = list(tensors), []
         with self.guarded("for sums of clipped gradients"):
-            for places in _buckets(tensors):
+            for places in buckets(tensors):
                 flat = self._carried(torch.cat([tensors[i].reshape(-1) for i in places]))
                 running.append((places, flat, dist.all_reduce(flat, async_op=True)))
             for places, flat, work in running:
@@ -200,12 +209,7 @@ class World:
         Guarantee: raises `DistributedError` on every process, and returns no sum, unless the parts of the processes of
         the group make up the whole, and no two have a value in common.
         """
-        if self.size > 1 and (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
-            raise DistributedError(
-                f"this run was made as rank {self.rank} of {self.size} processes, and this is now rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}: a part of the values would get no noise. Fix: call "
-                "make_private, and load the checkpoint, after each init_process_group"
-            )
+        self.check_group()
         told = torch.zeros(self.size, 3, dtype=torch.int64, device="cpu")
         told[self.rank] = torch.tensor([start, stop, whole], device="cpu")
         *sums, told = self.sum([*tensors, told])
@@ -219,12 +223,21 @@ class World:
             )
         return sums
 
+    def check_group(self) -> None:
+        """Refuse to go on with other processes than those that the run was made on."""
+        if self.size > 1 and (dist.get_rank(), dist.get_world_size()) != (self.rank, self.size):
+            raise DistributedError(
+                f"this run was made as rank {self.rank} of {self.size} processes, and this is now rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}: a part of the values would get no noise. Fix: call "
+                "make_private, and load the checkpoint, after each init_process_group"
+            )
+
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors by those of rank 0, bit for bit."""
         if self.size == 1:
             return
         with torch.no_grad(), self.guarded("for the parameters of rank 0"):
-            for places in _buckets(tensors):
+            for places in buckets(tensors):
                 flat = self._carried(torch.cat([tensors[i].detach().reshape(-1) for i in places]))
                 dist.broadcast(flat.view(torch.uint8), src=0)
                 for i, part in zip(places, flat.split([tensors[i].numel() for i in places]), strict=True):
@@ -334,19 +347,20 @@ def described(dataset: Any) -> str:
     return f"{type(dataset).__name__} of {len(dataset)}"
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of tensors that are sent together: of one type and device, up to the bucket size or one tensor."""
-    buckets: list[list[int]] = []
+def buckets(tensors: Sequence[Tensor], limit: int | None = None) -> list[list[int]]:
+    """The indices of tensors that are sent together: of one type and device, up to `limit` bytes or one tensor."""
+    limit = BUCKET_BYTES if limit is None else limit
+    made: list[list[int]] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        bucket, filled = open_bucket.get(kind, ([], BUCKET_BYTES))
-        if filled + size > BUCKET_BYTES:
+        bucket, filled = open_bucket.get(kind, ([], limit))
+        if filled + size > limit:
             bucket, filled = [], 0
-            buckets.append(bucket)
+            made.append(bucket)
         bucket.append(i)
         open_bucket[kind] = (bucket, filled + size)
-    return buckets
+    return made
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -16,6 +16,7 @@ secure stream protects against prediction of the bits, not against that attack.
 """
 
 import hashlib
+import itertools
 import os
 import threading
 import weakref
@@ -185,6 +186,27 @@ class GaussianStream:
             result.append(flat[start : start + size].view(tensor.shape).to(tensor.device, dtype))
             start += size
         return result
+
+    def normals_at(self, cuts: Sequence[tuple[int, int]], whole: int, std: float) -> list[Tensor]:
+        """Of a draw of `whole` normals of standard deviation `std`, those from the first up to the second of each cut.
+
+        They are flat, float32, on the CPU. The keystream of the whole counts as drawn. Cuts are in order and have no
+        value in common, so no normal is used twice, also where two cuts, or two processes, draw the same group.
+        """
+        _require_std(std)
+        edges = [0, *(edge for cut in cuts for edge in cut), whole]
+        if any(first > last for first, last in itertools.pairwise(edges)):
+            raise PrivacySpecError(f"{list(cuts)} are no parts of a draw of {whole}, one after the other")
+        # In groups; none for a cut without values.
+        spans = [(first // GROUP, _groups(last) if first < last else first // GROUP) for first, last in cuts]
+        drawn = [torch.empty((b - a) * GROUP, dtype=torch.float32, device="cpu") for a, b in spans]
+        with self._lock, torch.no_grad():
+            counter = self._take(_groups(whole) * BLOCKS)
+            for (a, _), out in zip(spans, drawn, strict=True):
+                if out.numel():
+                    draw_normals(self._key, counter + a * BLOCKS, float(std), out)
+        ends = zip(cuts, spans, drawn, strict=True)
+        return [out[first - a * GROUP : last - a * GROUP] for (first, last), (a, _), out in ends]
 
     def state_dict(self) -> dict[str, int | str]:
         """The state to save in a checkpoint. A secure stream reveals only that it is secure."""

@@ -1,7 +1,8 @@
 """`PrivateOptimizer`: Opacus' optimizer over sums that the compiled program has clipped already."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,9 +13,9 @@ from torch.optim import Optimizer
 
 from dpquant_compile.errors import PrivacySpecError, PrivateTrainingError
 from dpquant_compile.privacy.accelerate_guard import PreparedForAccelerate, check_accumulation
-from dpquant_compile.privacy.accounting.replay_check import fingerprint
 from dpquant_compile.privacy.clipping.bounds import is_number
 from dpquant_compile.privacy.clipping.runtime import Session
+from dpquant_compile.privacy.distributed.shards import local_part, own_values
 from dpquant_compile.privacy.distributed.world import World, call_roll, wide_sums
 from dpquant_compile.privacy.lightning_guard import check_closure
 from dpquant_compile.privacy.mechanism.gaussian import GaussianStream, Part
@@ -141,10 +142,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         other, and is charged.
         """
         self._check_parameters()
-        for name, parameter in self.session.parameters.items():
-            grad = parameter.grad
-            if grad is not None and not self._ours(name, grad):
-                self.session.checks.refuse(grad.count_nonzero() > 0, partial(_stray, name))
+        for name, grad in self._gradients():
+            if not self._ours(name, grad):
+                self.session.checks.refuse(local_part(grad).count_nonzero() > 0, partial(_stray, name))
         # Before any noise is drawn: an exception must not leave a noised gradient behind that nobody has paid for.
         self._settle()
         sums = self.session.take_sums(self.noise_multiplier)
@@ -155,18 +155,35 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
                 "have counts twice, and the noise is for once. Fix: take batches from the loader that make_private "
                 "returned, or train on one process"
             )
-        used = [n for n, p in self.session.parameters.items() if p.requires_grad and self.session.uses(n)]
-        parameters = [self.session.parameters[name] for name in used]
+        used = [n for n, p in self.session.stored.items() if p.requires_grad and self.session.uses(n)]
+        parameters = [self.session.stored[name] for name in used]
         std = self.noise_multiplier * self.session.sensitivity
-        part = Part.of(sum(p.numel() for p in parameters), self.world.rank, self.world.size)
-        noisy = add_part(self.noise, wide_sums(self.session, sums, used), std, part)
-        grads = self.world.sum_parts(noisy, part.start, part.stop, part.whole)
+        wide = wide_sums(self.session, sums, used)
+        grads = self._added_up(wide, std) if self.session.shards is None else self._scattered(wide, std, parameters)
         noised = [grad.to(p.dtype) for p, grad in zip(parameters, grads, strict=True)]
-        self._account.note(noised)
+        self._account.note(noised if self.session.shards is None else [self.session.shards.printed(noised)])
         for parameter, grad in zip(parameters, noised, strict=True):
             parameter.grad = grad
         self.world.count_step()
         self.session.drop_sums()  # a second step must not release the same sum again
+
+    def _added_up(self, sums: Sequence[Tensor], std: float) -> list[Tensor]:
+        """The sums over all processes, with noise, on each."""
+        part = Part.of(sum(total.numel() for total in sums), self.world.rank, self.world.size)
+        noisy = add_part(self.noise, sums, std, part)
+        return self.world.sum_parts(noisy, part.start, part.stop, part.whole)
+
+    def _scattered(self, sums: Sequence[Tensor], std: float, like: Sequence[Tensor]) -> list[Tensor]:
+        """The same in shards: the values of each process with the noise that they have in `_added_up`."""
+        shards = self.session.shards
+        assert shards is not None
+        cuts = [own_values(total.shape, self.world.rank, self.world.size) for total in sums]
+        starts = [0, *itertools.accumulate(total.numel() for total in sums)]
+        places = [(start + first, start + last) for start, (first, last) in zip(starts[:-1], cuts, strict=True)]
+        drawn = self.noise.normals_at(places, starts[-1], std)
+        noise = [one.to(total.device, total.dtype) for one, total in zip(drawn, sums, strict=True)]
+        own = shards.scatter(sums, noise, cuts)
+        return [shards.like(stored, one) for stored, one in zip(like, own, strict=True)]
 
     def _settle(self) -> None:
         self.session.check_attached()
@@ -185,14 +202,15 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             "max_grad_norm": self.session.sensitivity,
             "batches from the loader": not self.session.step.by_hand,
             "policy": sorted(self.session.model.policy),
-            "parameters": fingerprint(list(model.parameters())),
+            "parameters": self.session.printed_parameters(),
+            "shards written to": self.session.shards is not None and self.session.shards.changed,
             **{f"train() of {name or 'the model'!r}": module.training for name, module in model.named_modules()},
             **{f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in model.named_parameters()},
         }
 
     def _check_parameters(self) -> None:
         """Refuse parameters that the wrapped optimizer would step and the session does not clip."""
-        known = {id(parameter) for parameter in self.session.parameters.values()}
+        known = {id(parameter) for parameter in self.session.stored.values()}
         for group in self.original_optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in known:
@@ -217,10 +235,17 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         """Whether a gradient is the last step's as it was left: autograd adds to one that is there."""
         return grad is self._left.get(name, (None, 0))[0] and grad._version == self._left[name][1]
 
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradients that parameters have, also those that autograd has left in whole ones of shards."""
+        for name, stored in self.session.stored.items():
+            for parameter in dict.fromkeys((stored, self.session.parameters[name])):
+                if parameter.grad is not None:
+                    yield name, parameter.grad
+
     def scale_grad(self) -> None:
         """Divide by the expected batch size where the loss is a mean."""
         if self.loss_reduction == "mean":
-            grads = [p.grad for p in self.session.parameters.values() if p.grad is not None]
+            grads = [p.grad for p in self.session.stored.values() if p.grad is not None]
             torch._foreach_div_(grads, float(self.expected_batch_size))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -230,7 +255,7 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
             self.session.drop_sums()
         self.original_optimizer.zero_grad(set_to_none)
         # Gradients that are gone need no watching; their memory is free for the next ones.
-        held = self.session.parameters
+        held = self.session.stored
         self._left = {name: left for name, left in self._left.items() if held[name].grad is left[0]}
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -245,10 +270,11 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         self._note_gradients()  # if the wrapped optimizer raises, they are still known as ours
         result = self.original_optimizer.step()
         self._note_gradients()
+        self.session.gather()
         return result
 
     def _note_gradients(self) -> None:
-        grads = ((name, parameter.grad) for name, parameter in self.session.parameters.items())
+        grads = ((name, parameter.grad) for name, parameter in self.session.stored.items())
         self._left = {name: (grad, grad._version) for name, grad in grads if grad is not None}
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -169,7 +169,7 @@ class Paper:
     def _loss(self, setting: Setting, policy: frozenset[str], batches: Sequence[Batch], turn: int) -> float:
         session, optimizer = setting.session, setting.optimizer
         model, wrapped = session.model, optimizer.original_optimizer
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
         kept = [tensor.detach().clone() for tensor in tensors]
         modes = {module: module.training for module in model.modules()}
         state = copy.deepcopy(wrapped.state_dict())
@@ -185,7 +185,8 @@ class Paper:
                     with torch.enable_grad():
                         setting.criterion(model(*batch.args, **batch.kwargs), batch.target).backward()
                 self._update(setting, turn)
-                return self._evaluate(setting, batches)
+                session.gather()
+                loss = self._evaluate(setting, batches)
         finally:
             with torch.no_grad():
                 for tensor, value in zip(tensors, kept, strict=True):
@@ -197,6 +198,8 @@ class Paper:
                 module.training = training
             model.set_policy(was[1])
             model.step = was[0]
+        session.gather()  # not in `finally`: a process that raises meets no other
+        return loss
 
     def _update(self, setting: Setting, turn: int) -> None:
         """One step of the user's optimizer on the clipped and noised mean gradient.
@@ -208,12 +211,13 @@ class Paper:
         sums = session.take_sums(optimizer.noise_multiplier)
         std = optimizer.noise_multiplier * session.sensitivity
         call_roll(setting.world, session, {"analysis": (setting.number, turn)})
-        names = [name for name, p in session.parameters.items() if p.requires_grad and session.uses(name)]
+        names = [name for name, p in session.stored.items() if p.requires_grad and session.uses(name)]
         for name, total in zip(names, setting.world.sum(wide_sums(session, sums, names)), strict=True):
-            parameter = session.parameters[name]
+            parameter = session.stored[name]
             grad = std * torch.randn(parameter.shape, generator=generator).to(total.device) + total
             divisor = max(setting.expected, 1.0) if optimizer.loss_reduction == "mean" else 1.0
-            parameter.grad = (grad / divisor).to(parameter.dtype)
+            mean = (grad / divisor).to(parameter.dtype)
+            parameter.grad = mean if session.shards is None else session.shards.cut(parameter, mean)
         optimizer.original_optimizer.step()
 
     def _evaluate(self, setting: Setting, batches: Sequence[Batch]) -> float:

@@ -127,7 +127,11 @@ class Probe:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         model.eval()
         try:
-            with torch.no_grad(), self._session.bits.random_operators(self._step, self._batches, device):
+            with (
+                self._session.model.whole_parameters(),
+                torch.no_grad(),
+                self._session.bits.random_operators(self._step, self._batches, device),
+            ):
                 self._batches += 1
                 run = self._baseline(batch)
                 base = self._loss(run, run.values, batch)

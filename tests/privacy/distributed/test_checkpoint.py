@@ -23,11 +23,12 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.heavy
-def test_torchrun_restarts_from_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+def test_torchrun_restarts_from_the_checkpoint(form: str, tmp_path: Path) -> None:
     """Rank 1 is killed in the second epoch of its first life; the second life ends as a run without a death."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run(
-        [*command, "-m", workers.__name__, tmp_path],
+        [*command, "-m", workers.__name__, tmp_path, form],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -36,7 +37,8 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "exitcode: -9" in done.stderr
     results = [torch.load(tmp_path / f"result-{rank}.pt", weights_only=False) for rank in range(2)]
-    whole = succeeded(together(2, workers.whole_run, {}, folder=tmp_path))
+    options = {"wrap": workers.sharded} if form == "sharded" else {}
+    whole = succeeded(together(2, workers.whole_run, options, folder=tmp_path))
     for name in ("parameters", "policies", "scores", "epsilon", "entries"):
         assert same(results + whole, name), name
     assert dpq.Ledger.read(tmp_path / "ledger.json").epsilon(DELTA) == whole[0]["epsilon"]

@@ -16,13 +16,12 @@ from dpquant_compile.privacy.data.poisson_loader import SharedUniform
 from dpquant_compile.privacy.distributed import world as distributed
 from dpquant_compile.privacy.distributed.world import World, apart
 from tests.support import distributed_workers as workers
-from tests.support.distributed_workers import EPOCHS, engine_of, epoch
+from tests.support.distributed_workers import ALL_LOW, EPOCHS, engine_of, epoch
 from tests.support.heavy import few
+from tests.support.noise_checks import check_one_draw, in_units
 from tests.support.processes import Raised, alone, close, on_disk, same, succeeded, together
 
 pytestmark = pytest.mark.slow  # each test starts processes
-
-ALL_LOW: dict[str, Any] = {"policy": "all", "noise_multiplier": 0.0}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -81,25 +80,6 @@ def test_noise_has_the_variance_of_one_draw(size: int, tmp_path: Path) -> None:
         parts = [(with_noise[name] - without[name]).flatten() for name in without]
         noise.append(torch.cat(parts).double() * noisy["expected"] / (2.0 * 0.5))  # in units of σ·C
     check_one_draw(torch.stack(noise))
-
-
-def check_one_draw(values: Tensor) -> None:
-    """Each value of each step, `[steps, values]`, has noise of standard deviation one, and no noise twice."""
-    n = values.numel()
-    assert n > 90_000
-    for piece in values.split(values.shape[1] // 16, dim=1):
-        assert abs(float(piece.std()) - 1) < 5 / math.sqrt(2 * piece.numel())
-    assert abs(float(values.mean())) < 5 / math.sqrt(n)
-    assert abs(float(values.std()) - 1) < 5 / math.sqrt(2 * n)
-    # None is used twice: steps are not correlated, and the kurtosis is that of a Gaussian.
-    correlations = torch.corrcoef(values) - torch.eye(len(values))
-    assert float(correlations.abs().max()) < 5 / math.sqrt(values.shape[1])
-    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / n)
-
-
-def in_units(noise: Tensor) -> Tensor:
-    """Gradients without anything of the data, in units of σ·C."""
-    return noise.double() * 12 / 0.5
 
 
 @pytest.mark.parametrize("size", few([2, 3], 2))
@@ -242,10 +222,6 @@ def test_distributed_data_parallel_is_taken_off(tmp_path: Path) -> None:
 
 
 def test_what_several_processes_cannot_do_is_refused(tmp_path: Path) -> None:
-    for result in together(2, workers.wrapped, "fsdp2", folder=tmp_path):
-        assert result.kind == "PrivacySpecError"
-        assert "'conv.weight'" in result.text and "fully_shard()" in result.text
-        assert "DistributedDataParallel" in result.text
     for result in together(2, workers.settings, [{"poisson_sampling": False}] * 2, folder=tmp_path):
         assert result.kind == "PrivacySpecError" and "poisson_sampling=False with 2 processes" in result.text
     for result in together(2, workers.sampler_of_torch, folder=tmp_path):

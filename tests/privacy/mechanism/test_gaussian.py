@@ -247,6 +247,20 @@ def test_the_key_of_a_device_is_its_own(on_device: list[tuple[bytes, int, int]])
     assert len(keys) == 8
 
 
+@pytest.mark.parametrize("edges", [[0, 1000], [0, 31, 33, 64, 64, 500, 999, 1000], [5, 70, 70, 90]])
+def test_cuts_are_those_of_the_whole_draw(edges: list[int]) -> None:
+    """Whatever processes share a group of normals; every one of them counts the whole as drawn."""
+    cuts = list(itertools.pairwise(edges))
+    (want,) = GaussianStream.seeded(6).normal_like([torch.zeros(1000)], 2.0)
+    for own in (cuts, cuts[::2], cuts[1::2], []):
+        stream = GaussianStream.seeded(6)
+        found = stream.normals_at(own, 1000, 2.0)
+        assert [torch.equal(part, want[a:b]) for part, (a, b) in zip(found, own, strict=True)] == [True] * len(own)
+        after = GaussianStream.seeded(6)
+        after.skip(1000)
+        assert stream.place == after.place
+
+
 def test_what_another_process_drew_is_skipped() -> None:
     one, other = GaussianStream.seeded(6), GaussianStream.seeded(6)
     one.fill(33)
@@ -407,6 +421,9 @@ def test_std_zero_gives_zeros_and_still_advances() -> None:
         (lambda s: s.normal_like([torch.zeros(5)], 1.0, Part(0, 32, 64)), "5 values in the tensors of Part"),
         (lambda s: Part(0, 31, 64), "no part of a draw in whole groups of 32"),
         (lambda s: Part(32, 96, 64), "no part of a draw"),
+        (lambda s: s.normals_at([(0, 5), (4, 8)], 8, 1.0), "no parts of a draw of 8, one after the other"),
+        (lambda s: s.normals_at([(0, 9)], 8, 1.0), "no parts of a draw of 8"),
+        (lambda s: s.normals_at([(0, 8)], 8, -1.0), "std must be a finite number"),
         (lambda s: s.skip(-1), "n must be an int of at least 0, not -1"),
         (lambda s: s.fill(1.5), "n must be an int of at least 0, not 1.5"),
         (lambda s: s.normal_like([torch.zeros(2)], -1.0), "std must be a finite number of at least 0"),
