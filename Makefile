@@ -1,5 +1,5 @@
 # One command each; the first one run makes .venv. Needs python3 (3.11 or newer), git and a C++ compiler.
-#   make demo    train the example and write out/demo
+#   make demo    what this library does, in under three minutes; writes out/demo
 #   make check   lint, types and the fast tests: under two minutes on two cores
 #   make test    all tests but the heavy ones: about ten minutes on two cores
 #   make test-all   all tests: half an hour   make lint   ruff        make types   mypy
@@ -21,7 +21,7 @@ help:
 	@sed -n '2,7s/^# //p' Makefile
 
 demo: $(LIGHT)
-	$(BIN)/python examples/demo.py
+	$(BIN)/dpquant demo
 
 check: lint types
 	$(PYTEST) -m "not slow"
