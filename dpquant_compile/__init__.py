@@ -1,6 +1,6 @@
 """dpquant_compile: a compiler for private low-precision training in PyTorch."""
 
-import dpquant_compile.cli.interrupt  # noqa: F401  # first, for a Ctrl-C during the imports below
+import dpquant_compile.cli.interrupt  # first, for a Ctrl-C during the imports below
 import dpquant_compile.torch_version  # noqa: F401  # before what uses torch's internals
 from dpquant_compile import errors, losses
 from dpquant_compile.api import compile

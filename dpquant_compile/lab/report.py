@@ -54,7 +54,8 @@ def write_report(
 ) -> Path:
     """Write the page to `path` and return it. `graph` is the drawing of the model, from `graph_view().to_svg()`.
 
-    `opening` is HTML that the page begins with, above what it says about the runs. `times` shows how long runs took. Raises LabError without runs, or if the graph is no SVG document.
+    `opening` is HTML that the page begins with, above what it says about the runs. `times` shows how long runs took.
+    Raises LabError without runs, or if the graph is no SVG document.
 
     Guarantee: without `times` the page holds settings, ε, noised scores and values derived from them, and accuracies on
     test data. Wall times depend on the batches that were drawn, and ε does not cover them.
