@@ -132,8 +132,8 @@ def about_steps(steps: StepTimes) -> str:
     """What was timed, where, and whether low precision is native there."""
     threads = "1 thread" if steps.threads == 1 else f"{steps.threads} threads"
     text = (
-        f"{steps.workload}, on {steps.machine}, {threads}. Forward, backward, clipping, noise and update; median ± half "
-        "the range of steps taken in turn; int8 and int4 in all layers."
+        f"{steps.workload}, on {steps.machine}, {threads}. Forward, backward, clipping, noise and update; median ± "
+        "half the range of steps taken in turn; int8 and int4 in all layers."
     )
     if steps.emulated is not None:
         text += f" Low precision is emulated here, and no faster: {steps.emulated}."
@@ -156,8 +156,8 @@ def opening(low: RunResult, full: RunResult, opacus: OpacusRun, steps: StepTimes
     )
     one, other = "Accuracy at equal noise", "One private training step on this machine"
     about = (
-        f"{len(low.epochs)} epochs on scikit-learn's handwritten digits, by the same loop, from the same weights. Noise "
-        "is new in every run, so accuracies differ by a point or two by chance."
+        f"{len(low.epochs)} epochs on scikit-learn's handwritten digits, by the same loop, from the same weights. "
+        "Noise is new in every run, so accuracies differ by a point or two by chance."
     )
     return (
         f'<dl class="figures">{large}</dl>'
