@@ -30,7 +30,7 @@ def test_demo_learns_and_writes_its_pages(tmp_path: Path) -> None:
     assert [name for name, *_ in rows] == ["Opacus", "dpquant-compile", "dpquant-compile"]
     assert all(float(accuracy) > 25 for _, accuracy, _ in rows), "two epochs are far above chance, which is 10 %"
     assert all(0.5 < float(spent) < 8 for *_, spent in rows)
-    assert "int4, 6 of 8 layers" in done.stdout, "a budget of 0.75 is six of the eight sites"
+    assert "int4 in 6 of 8 layers" in done.stdout, "a budget of 0.75 is six of the eight sites"
     assert len(re.findall(r"^(?:Opacus|dpquant-compile|not private), .* [\d.]+×$", done.stdout, re.MULTILINE)) == 5
 
     pages = {name: (tmp_path / "out" / f"{name}.html").read_text(encoding="utf-8") for name in ("report", "graph")}
