@@ -143,7 +143,7 @@ def about_steps(steps: StepTimes) -> str:
 def opening(low: RunResult, full: RunResult, opacus: OpacusRun, steps: StepTimes) -> str:
     """The demo's figures as HTML: the most important ones large, then both tables."""
     figures = (
-        ("accuracy, trained in four bits", _percent(low.accuracy), f"float32: {_percent(full.accuracy)}, at the same noise"),
+        ("accuracy after four bits", _percent(low.accuracy), f"float32: {_percent(full.accuracy)}, at the same noise"),
         ("ε", show_number(low.epsilon), f"Opacus: {show_number(opacus.epsilon)}, without the schedule's measurements"),
         *(
             (f"private step in {name}", f"{steps.ratio(name):.0f}×", "as fast as Opacus, on this machine")
