@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-LIGHT := .venv/.installed-examples
+LIGHT := .venv/.installed-package
 # Each process takes half of the tests, in the order of the files, so that what a file compiles is compiled once.
 # The first to end takes over some of what is left to the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -21,7 +21,7 @@ help:
 	@sed -n '2,7s/^# //p' Makefile
 
 demo: $(LIGHT)
-	$(BIN)/dpquant demo
+	@$(BIN)/dpquant demo
 
 check: lint types
 	$(PYTEST) -m "not slow"
@@ -77,14 +77,16 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first, alone and by the range in pyproject.toml: opacus, torchvision and transformers ask for torch
-# without an upper bound, and a newer torch brings a CUDA build with it. The demo needs less than the tests.
+# without an upper bound, and a newer torch brings a CUDA build with it. The demo needs the package alone.
 $(LIGHT): pyproject.toml | check-tools
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "error: '$(PYTHON) -m venv' failed; install your system's venv package (python3-venv on Debian)." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c 'import tomllib; \
+	@echo "installing torch into .venv, once…"
+	@$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c 'import tomllib; \
 	  deps = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
 	  print(next(d for d in deps if d.startswith("torch")))')"
-	$(BIN)/python -m pip install --quiet -e ".[examples]"
+	@echo "installing dpquant-compile and what it needs…"
+	@$(BIN)/python -m pip install --quiet -e .
 	@touch $@
 
 $(STAMP): $(LIGHT)
