@@ -1,11 +1,13 @@
 """`Demo`: what this library does, in minutes: a private run beside two others, and a step timed on this machine."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
+from dpquant_compile.errors import LabError
 from dpquant_compile.lab.cells import Cell, Table, html_table, show_delta, show_number
 from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.opacus_run import OpacusRun, train_by_opacus
@@ -26,10 +28,20 @@ class Demo:
 
     folder   for the two pages and the two run folders; those of an earlier demo are replaced
     quick    two epochs, and a small network in place of ResNet18: this shows that all of it works, and no figures
+
+    Raises LabError if there is no C++ compiler, without which the last stage would fail.
     """
 
     folder: Path
     quick: bool = False
+
+    def __post_init__(self) -> None:
+        compilers = (os.environ.get("CXX", "").split() or ["g++"])[0], "g++", "clang++"
+        if not self.quick and not any(map(shutil.which, compilers)):
+            raise LabError(
+                "there is no C++ compiler, which torch.compile needs. Fix: install g++ or clang++, or try "
+                "`dpquant demo --quick`, which needs none"
+            )
 
     @property
     def config(self) -> RunConfig:

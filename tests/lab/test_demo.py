@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from dpquant_compile.errors import LabError
 from dpquant_compile.lab.demo import Demo, about_steps, accuracy_table, step_table
 from dpquant_compile.lab.opacus_run import OpacusRun
 from dpquant_compile.lab.private_step import StepTime, StepTimes
@@ -13,6 +16,14 @@ ROWS = (("Opacus", 2000.0), ("float32", 160.0), ("int8", 80.0), ("int4", 100.0),
 STEPS = StepTimes(
     "ResNet18, a batch", "some CPU", 2, None, tuple(StepTime(name, ms, ms / 100, name[0] != "n") for name, ms in ROWS)
 )
+
+
+def test_it_begins_only_where_it_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(LabError, match="no C\\+\\+ compiler"):
+        Demo(tmp_path)
+    assert Demo(tmp_path, quick=True).config.epochs == 2
 
 
 def test_ratios_are_to_opacus_and_to_private_float32() -> None:
