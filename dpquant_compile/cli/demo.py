@@ -30,14 +30,15 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     from dpquant_compile.lab.demo import Demo, about_steps, accuracy_table, step_table
 
     begun, demo = time.perf_counter(), Demo(args.out, quick=args.quick)
-    output.note("1 of 2: DP-SGD on handwritten digits, a CNN of eight layers, six of them in four bits in each epoch.")
+    output.note("1 of 2: DP-SGD on 1,437 handwritten digits: a CNN of eight layers, six of them in four bits at a time.")
     low = demo.train_low(_epochs(output))
     output.note("The same in float32, then by Opacus.")
     full, opacus = demo.train_full(), demo.train_by_opacus()
     output.part("", _table(accuracy_table(low, full, opacus)), "")
 
-    output.note(f"2 of 2: one private step on this machine, {demo.workload}. Two programs are compiled first, for")
-    output.note("float32 and int4, and for int8; it takes about a minute on two cores, and seconds the next time.")
+    output.note(f"2 of 2: one private training step, timed on this machine: {demo.workload}.")
+    if not demo.quick:
+        output.note("Two programs are compiled first: about a minute on two cores, and seconds the next time.")
     steps = demo.time_steps()
     output.part("", _table(step_table(steps)), about_steps(steps), "")
 
