@@ -30,7 +30,7 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
     from dpquant_compile.lab.demo import Demo, about_steps, accuracy_table, step_table
 
     begun, demo = time.perf_counter(), Demo(args.out, quick=args.quick)
-    output.note("1 of 2: DP-SGD on 1,437 handwritten digits: a CNN of eight layers, six of them in four bits at a time.")
+    output.note("1 of 2: DP-SGD on 1,437 handwritten digits: a CNN of eight layers, six in four bits at a time.")
     low = demo.train_low(_epochs(output))
     output.note("The same in float32, then by Opacus.")
     full, opacus = demo.train_full(), demo.train_by_opacus()
