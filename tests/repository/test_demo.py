@@ -21,7 +21,7 @@ def test_demo_learns_and_writes_its_pages(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "warning" not in done.stderr, done.stderr

@@ -41,7 +41,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, f"{command} failed in {cwd}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
