@@ -22,7 +22,11 @@ from dpquant_compile.lab.config import RunConfig
 from dpquant_compile.lab.opacus_run import train_by_opacus
 from dpquant_compile.lab.train import train
 
-OURS: dict[str, dict[str, Any]] = {"float32": {"budget": 0.0}, "int8": {"recipe": "int8", "budget": 1.0}, "int4": {"budget": 0.75}}
+OURS: dict[str, dict[str, Any]] = {
+    "float32": {"budget": 0.0},
+    "int8": {"recipe": "int8", "budget": 1.0},
+    "int4": {"budget": 0.75},
+}
 
 
 def ours(config: RunConfig) -> tuple[float, float]:
