@@ -1,5 +1,5 @@
 # One command each; the first one run makes .venv. Needs python3 (3.11 or newer), git and a C++ compiler.
-#   make demo    train the example and write out/demo
+#   make demo    what this library does, in under three minutes; writes out/demo
 #   make check   lint, types and the fast tests: under two minutes on two cores
 #   make test    all tests but the heavy ones: about ten minutes on two cores
 #   make test-all   all tests: half an hour   make lint   ruff        make types   mypy
@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-LIGHT := .venv/.installed-examples
+LIGHT := .venv/.installed-package
 # Each process takes half of the tests, in the order of the files, so that what a file compiles is compiled once.
 # The first to end takes over some of what is left to the other.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -21,7 +21,7 @@ help:
 	@sed -n '2,7s/^# //p' Makefile
 
 demo: $(LIGHT)
-	$(BIN)/python examples/demo.py
+	@$(BIN)/dpquant demo
 
 check: lint types
 	$(PYTEST) -m "not slow"
@@ -79,14 +79,16 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first, alone and by the range in pyproject.toml: opacus, torchvision and transformers ask for torch
-# without an upper bound, and a newer torch brings a CUDA build with it. The demo needs less than the tests.
+# without an upper bound, and a newer torch brings a CUDA build with it. The demo needs the package alone.
 $(LIGHT): pyproject.toml | check-tools
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "error: '$(PYTHON) -m venv' failed; install your system's venv package (python3-venv on Debian)." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c 'import tomllib; \
+	@echo "installing torch into .venv, once…"
+	@$(BIN)/python -m pip install --quiet "$$($(BIN)/python -c 'import tomllib; \
 	  deps = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
 	  print(next(d for d in deps if d.startswith("torch")))')"
-	$(BIN)/python -m pip install --quiet -e ".[examples]"
+	@echo "installing dpquant-compile and what it needs…"
+	@$(BIN)/python -m pip install --quiet -e .
 	@touch $@
 
 $(STAMP): $(LIGHT)

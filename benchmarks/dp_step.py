@@ -8,9 +8,10 @@
 Times are medians over repeats that alternate between the contestants, on two threads: forward, backward and clipping
 in one column, noise and the optimizer's step in the other. Peak memory is the high-water mark of resident memory over
 a step after the first, each contestant in a process of its own; "net" is what that lies above the process before its
-model. "ours int4" is the default recipe at nine tenths of the sites, "ours bfloat16" is `high="bfloat16"` with no site
-low, "eager bfloat16" is plain training under torch.autocast. GPT-2 has random weights, twelve layers of width
-768, its vocabulary of 50,257 and its tied head. A contestant that cannot train a model has its reason in the table.
+model. "ours int4" is the default recipe at nine tenths of the sites, "ours int8" that recipe at all of them, "ours
+bfloat16" is `high="bfloat16"` with no site low, "eager bfloat16" is plain training under torch.autocast. GPT-2 has
+random weights, twelve layers of width 768, its vocabulary of 50,257 and its tied head. A contestant that cannot train
+a model has its reason in the table.
 """
 
 import argparse
@@ -37,10 +38,15 @@ from dpquant_compile import torchvision_compat
 
 CLASSES = 10
 PLAIN = ("eager", "eager bfloat16", "torch.compile")
-OURS = ("ours", "ours bfloat16", "ours int4")
+OURS = ("ours", "ours bfloat16", "ours int8", "ours int4")
 CONTESTANTS = (*PLAIN, "hooks", "ghost", "functorch", *OURS)
-IMAGES = tuple(kind for kind in CONTESTANTS if kind != "ours int4")
-LANGUAGE = tuple(kind for kind in CONTESTANTS if kind != "functorch")
+IMAGES = tuple(kind for kind in CONTESTANTS if kind not in ("ours int8", "ours int4"))
+NUMERICS: dict[str, dict[str, Any]] = {
+    "ours bfloat16": {"budget": 0, "high": "bfloat16"},
+    "ours int8": {"budget": 1.0, "recipe": "int8"},
+    "ours int4": {"budget": 0.9},
+}
+LANGUAGE = tuple(kind for kind in CONTESTANTS if kind not in ("functorch", "ours int8"))
 
 
 @dataclass(frozen=True)
@@ -172,8 +178,8 @@ def contestant(kind: str, config: Config) -> Contestant:
     common: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
     common["data_loader"] = loader
     if kind in OURS:
-        numerics: dict[str, Any] = {"high": "bfloat16"} if kind == "ours bfloat16" else {}
-        compiled = dpq.compile(model, budget=0.9 if kind == "ours int4" else 0, inner=config.inner, **numerics)
+        numerics: dict[str, Any] = NUMERICS.get(kind, {"budget": 0})
+        compiled = dpq.compile(model, inner=config.inner, **numerics)
         private, optimizer, criterion, _ = dpq.PrivacyEngine(accountant="rdp").make_private(
             module=compiled, optimizer=optimizer, criterion=criterion, max_physical_batch_size=config.batch, **common
         )

@@ -1,6 +1,7 @@
 """dpquant_compile: a compiler for private low-precision training in PyTorch."""
 
-import dpquant_compile.cli.interrupt  # noqa: F401  # first, for a Ctrl-C during the imports below
+import dpquant_compile.cli.interrupt  # first, for a Ctrl-C during the imports below
+import dpquant_compile.torch_version  # noqa: F401  # before what uses torch's internals
 from dpquant_compile import errors, losses
 from dpquant_compile.api import compile
 from dpquant_compile.batchnorm import replace_batch_norm
@@ -20,7 +21,7 @@ from dpquant_compile.privacy.schedule.scheduler import Scheduler
 from dpquant_compile.sites import Site, SiteTable
 from dpquant_compile.torch_compile import sessions
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CompiledModule",

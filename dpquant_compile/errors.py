@@ -31,6 +31,7 @@ __all__ = [
     "PrivateTrainingError",
     "RegistryError",
     "SiteError",
+    "TorchVersionError",
 ]
 
 
@@ -60,6 +61,10 @@ class SiteError(DPQuantError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class TorchVersionError(DPQuantError, ImportError):
+    """The installed torch is of a minor release that this release of dpquant-compile was not made for."""
 
 
 class FormatError(DPQuantError, ValueError):

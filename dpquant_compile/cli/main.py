@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from dpquant_compile import __version__
-from dpquant_compile.cli import bench, plan, report, selftest, sites, sweep, tasks, train
+from dpquant_compile.cli import bench, demo, plan, report, selftest, sites, sweep, tasks, train
 from dpquant_compile.cli.command import BAD_INPUT, FAILED, INTERRUPTED, Command, RunFailedError
 from dpquant_compile.cli.interrupt import raise_again
 from dpquant_compile.errors import DPQuantError, did_you_mean
@@ -17,6 +17,7 @@ from dpquant_compile.errors import DPQuantError, did_you_mean
 __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS: tuple[Command, ...] = (
+    demo.COMMAND,
     tasks.COMMAND,
     sites.COMMAND,
     plan.COMMAND,
@@ -28,6 +29,7 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 _EPILOG = """examples:
+  dpquant demo
   dpquant sites torchvision.models:resnet18 --input 1x3x224x224
   dpquant plan --target-epsilon 8 --delta 1e-5 --dataset-size 50000 --batch-size 1024 --epochs 60
   dpquant train cnn-digits --budget 0.75 --out out/runs

@@ -37,6 +37,11 @@ class Output:
             for part in shown:
                 self._shown.print(part)
 
+    def part(self, *shown: RenderableType) -> None:
+        """Print a part of a result that has more to come; nothing with `as_json`, whose document is whole."""
+        if not self.as_json:
+            self.result(None, *shown)
+
     def note(self, message: str) -> None:
         """Print a remark to standard error."""
         self.log.print(message, soft_wrap=True)

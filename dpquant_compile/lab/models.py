@@ -1,5 +1,6 @@
 """Models of the tasks: small ones for a CPU, and the published ones with GroupNorm in place of BatchNorm."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from dpquant_compile import torchvision_compat
 from dpquant_compile.batchnorm import replace_batch_norm
 from dpquant_compile.errors import LabError
 
-__all__ = ["DigitsNet", "PairClassifier", "SmallNet", "bert", "from_torchvision"]
+__all__ = ["DigitsNet", "PairClassifier", "ResNet18", "SmallNet", "bert", "from_torchvision"]
 
 
 class Block(nn.Module):
@@ -70,6 +71,44 @@ class SmallNet(nn.Module):
         x = self.block2(self.block1(F.relu(self.down1(x))))
         x = self.block4(self.block3(F.relu(self.down2(x))))
         logits: Tensor = self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two 3×3 convolutions with GroupNorm around a shortcut, which is a 1×1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(32, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(32, outputs)
+        self.short: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.short(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet18 with GroupNorm, in torchvision's shapes: 21 sites. Nothing is in place, which Opacus does not bear."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.norm = nn.GroupNorm(32, 64)
+        widths = (64, 64, 128, 256, 512)
+        self.stages = nn.Sequential()
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
+            self.stages.append(ResidualBlock(inputs, outputs, stride=2 if i else 1))
+            self.stages.append(ResidualBlock(outputs, outputs, stride=1))
+        self.fc = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.stem(x))), 3, stride=2, padding=1)
+        logits: Tensor = self.fc(F.adaptive_avg_pool2d(self.stages(x), 1).flatten(1))
         return logits
 
 

@@ -49,11 +49,13 @@ def write_report(
     *,
     title: str | None = None,
     graph: str | None = None,
+    opening: str = "",
     times: bool = False,
 ) -> Path:
     """Write the page to `path` and return it. `graph` is the drawing of the model, from `graph_view().to_svg()`.
 
-    `times` shows how long runs took. Raises LabError without runs, or if the graph is no SVG document.
+    `opening` is HTML that the page begins with, above what it says about the runs. `times` shows how long runs took.
+    Raises LabError without runs, or if the graph is no SVG document.
 
     Guarantee: without `times` the page holds settings, ε, noised scores and values derived from them, and accuracies on
     test data. Wall times depend on the batches that were drawn, and ε does not cover them.
@@ -65,6 +67,7 @@ def write_report(
     body = run_section(ordered[0], level=2, times=times) if len(ordered) == 1 else _many(rows, ordered, times)
     parts = {
         "title": escape(title),
+        "opening": f'<section id="opening">{opening}</section>' if opening else "",
         "lead": _lead(rows, ordered, times),
         "shapes": shapes(),
         "body": body + ("" if graph is None else _graph(graph)),

@@ -33,7 +33,7 @@ from dpquant_compile.privacy.engine import PrivacyEngine
 from dpquant_compile.privacy.logging import JsonlLog
 from dpquant_compile.privacy.schedule.scheduler import Scheduler
 
-__all__ = ["Run", "train"]
+__all__ = ["Run", "learning_rate", "train"]
 
 EVALUATION_BATCH = 512
 NO_BOUND = 1e6  # a clipping norm that no gradient of these models reaches, for the control without clipping
@@ -134,7 +134,7 @@ class Run:
             number = len(self.rows)
             begun, policy = time.perf_counter(), tuple(sorted(self.model.policy))
             for group in self.optimizer.param_groups:
-                group["lr"] = _rate(self.config, number)
+                group["lr"] = learning_rate(self.config, number)
             with self._clock("training"):
                 self._train()
             with self._clock("evaluation"):
@@ -309,13 +309,14 @@ def _generator(config: RunConfig, seed: int) -> torch.Generator | None:
 
 def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    rate = _rate(config, 0)
+    rate = learning_rate(config, 0)
     if config.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=rate)
     return (torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW)(trained, lr=rate)
 
 
-def _rate(config: RunConfig, epoch: int) -> float:
+def learning_rate(config: RunConfig, epoch: int) -> float:
+    """The learning rate of an epoch, counted from 0, of a resolved configuration."""
     assert config.lr is not None and config.epochs is not None  # tasks say both
     left = 1 - epoch / config.epochs
     factors = {"none": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}

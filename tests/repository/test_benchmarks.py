@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
         ),
         ("analysis_cost", ["--out", "out"], ("per_sample", "paper", "0 recompiles")),
         pytest.param("first_step", [], ("small,8,4", "cold", "warm", "own CPU"), marks=pytest.mark.heavy),
+        pytest.param("beside_opacus", [], ("Opacus", "float32", "int8", "int4", "1 epochs"), marks=pytest.mark.heavy),
         ("norm_ways", ["--fit"], ("gram", "direct", "int8", "_SHIFT_COST")),
         ("layer_rates", [], ("int8 peak", "ResNet18", "transformer", "grad_output")),
         (

@@ -12,7 +12,7 @@ PACKAGE = "dpquant_compile"
 # From the bottom up; a name stands for a module or for all of a package. Within a layer modules may import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("sites", "policy", "numerics", "torchvision_compat", "batchnorm", "losses", "progress"),
+    ("sites", "policy", "numerics", "torchvision_compat", "batchnorm", "losses", "progress", "torch_version"),
     ("backends",),
     ("passes",),
     ("link_table", "pipeline", "spec", "view"),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import dpquant_compile as dpq
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "dpquant_compile"
 BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", PACKAGE, "passes", "backends")
@@ -39,7 +41,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, f"{command} failed in {cwd}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -136,6 +138,23 @@ def test_wheel_holds_every_module_and_data_file(distribution: Distribution) -> N
 
 
 @pytest.mark.slow
+def test_the_demo_runs_from_the_wheel(distribution: Distribution, tmp_path: Path) -> None:
+    code = """
+import sys, dpquant_compile
+from importlib.metadata import distribution
+(entry,) = distribution("dpquant-compile").entry_points.select(group="console_scripts", name="dpquant")
+code = entry.load()(["demo", "--quick", "--json", "--out", "demo"])
+assert dpquant_compile.__file__.startswith(sys.argv[1]), dpquant_compile.__file__
+sys.exit(code)
+"""
+    printed = run(sys.executable, "-P", "-c", code, distribution.site, cwd=tmp_path, PYTHONPATH=str(distribution.site))
+    figures = json.loads(printed)
+    assert figures["accuracy"].keys() == {"low", "low, used in low", "float32", "opacus"}
+    assert set(figures["milliseconds"]) == {"Opacus", "float32", "int8", "int4", "not private"}
+    assert {path.name for path in (tmp_path / "demo").glob("*.html")} == {"report.html", "graph.html"}
+
+
+@pytest.mark.slow
 def test_every_module_imports_from_the_wheel(distribution: Distribution, tmp_path: Path) -> None:
     modules = sorted(module_name(path) for path in module_files() if not path.endswith("__main__.py"))
     code = """
@@ -199,6 +218,8 @@ assert callable(entry.load())
     run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(distribution.site))
 
 
-def test_torch_is_bounded_to_one_minor_release() -> None:
-    (torch,) = [entry for entry in SETTINGS["project"]["dependencies"] if entry.startswith("torch")]
-    assert torch == "torch>=2.13,<2.14"
+def test_the_version_is_the_same_everywhere() -> None:
+    version = SETTINGS["project"]["version"]
+    assert dpq.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -12,21 +12,19 @@ from tests.support.forked import forks
 README = Path(__file__).parents[2] / "README.md"
 # What leaves Inductor out, which takes most of the time; the compiler's own passes all run.
 UNCOMPILED = {
-    r"(dpq\.compile\(build\(\), budget=0\.75)\)": r'\1, inner="aot_eager")',
-    r'(options=\{"budget": 0\.5, "recipe": "int8")\}': r'\1, "inner": "aot_eager"}',
+    r"(dpq\.compile\(model, budget=0\.75)\)": r'\1, inner="aot_eager")',
 }
 
 
 def blocks() -> str:
     found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(found) >= 3
+    assert found
     return "\n".join(found)
 
 
 def check(folder: Path, printed: str) -> None:
     assert "of 3 sites in int4" in printed
-    assert "low_precision_site" in printed
-    assert (folder / "graph.svg").stat().st_size > 1000
+    assert "training: 12 steps" in printed and "analysis: 1 step at" in printed
     assert (folder / "graph.html").stat().st_size > 10_000
 
 
@@ -51,3 +49,15 @@ def test_readme_code_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     check(tmp_path, done.stdout)
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_pictures_of_documents_are_small() -> None:
+    pictures = list((README.parent / "docs" / "assets").glob("*.png"))
+    assert pictures and all(path.stat().st_size <= 150_000 for path in pictures)
