@@ -328,6 +328,7 @@ def _gpt2() -> nn.Module:
 
     shape: dict[str, Any] = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 2048}
     quiet: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    quiet |= {"bos_token_id": 0, "eos_token_id": 0}
     model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **quiet))
     return model
 
