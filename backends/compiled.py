@@ -135,7 +135,11 @@ def _missing_generator(device: str) -> str | None:
     init_backend_registration()
     if get_scheduling_for_device(device) is None:
         return f"Inductor knows no device {device}"
-    return None if not is_gpu(device) or has_triton() else f"Inductor needs Triton for {device}, and finds none"
+    try:
+        found = not is_gpu(device) or has_triton()
+    except ImportError:  # it remembers that there was one
+        found = False
+    return None if found else f"Inductor needs Triton for {device}, and finds none"
 
 
 @lru_cache(maxsize=1)

@@ -87,9 +87,10 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if _is_recorded(args, kwargs):
             return self._plain(args, kwargs)
-        if self.storage is not None:
-            self.storage.refresh()
-        with self.whole_parameters():
+        if self.storage is None:  # apart: Dynamo would trace the context of the others
+            return self._run(args, kwargs)
+        self.storage.refresh()
+        with self.storage.in_place():
             return self._run(args, kwargs)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
