@@ -44,6 +44,7 @@ from dpquant_compile.passes.private.check_joint import (
     signature_of,
 )
 from dpquant_compile.passes.private.cut_joint import cut_joint
+from dpquant_compile.passes.private.cut_regions import check_regions, cut_regions
 from dpquant_compile.passes.private.drop_batch_loss import drop_batch_loss
 from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
 from dpquant_compile.passes.private.fuse_norms import fuse_norms
@@ -63,11 +64,13 @@ __all__ = [
     "INTERPRETED_JOINT_PASSES",
     "ISOLATION_PASSES",
     "OUTPUT_PASSES",
+    "REGION_PASSES",
     "SPECIALISING_PASSES",
     "SWITCHING_PASSES",
     "TAGGING_PASSES",
     "TRACKING_PASSES",
     "canonical",
+    "in_regions",
     "isolated",
     "private",
     "rewritten",
@@ -122,6 +125,9 @@ TAGGING_PASSES = (tag_forward,)
 # From the joint graph to forward and backward, and what may be freed between them.
 COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
 INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
+
+# The parts of forward and backward that Inductor compiles.
+REGION_PASSES = (partial(cut_regions, at_least=3, smallest=16),)
 
 
 def canonical(gm: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
@@ -193,6 +199,12 @@ def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[Pa
     passes = COMPILED_CUT_PASSES if compiled else INTERPRETED_CUT_PASSES
     check = partial(check_cut, traced=traced)
     return run_passes(joint, passes, origin=log[-1].name, log=log, invariants=(check,))
+
+
+def in_regions(part: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
+    """A forward or backward program as Inductor compiles it, with one region for what it repeats."""
+    check = partial(check_regions, whole=part)
+    return run_passes(part, REGION_PASSES, origin=log[-1].name, log=log, invariants=(check,))
 
 
 def _bound(passes: Sequence[Callable[..., PassResult]], **options: Any) -> tuple[Pass, ...]:

@@ -44,6 +44,8 @@ class PrivateProgram:
             self.draws_random = any(draws_seeded(node) for part in (forward, backward) for node in part.graph.nodes)
             self._count = facts.forward_outputs
             self._saved_inputs = SavedInputs.of(program)
+            if inner == "inductor":
+                forward, backward = pipeline.in_regions(forward, log), pipeline.in_regions(backward, log)
             begin_part()
             self._forward = compile_graph(forward, "private forward", inner, recorder)
             begin_part()
