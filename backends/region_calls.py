@@ -1,11 +1,10 @@
 """`RegionCalls`: a program that calls compiled regions, and frees memory as early as one program would."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
-
-from dpquant_compile.passes.fx_utils import read_attribute
 
 __all__ = ["RegionCalls"]
 
@@ -20,7 +19,7 @@ class RegionCalls:
 
     def __init__(self, gm: fx.GraphModule, regions: Mapping[str, Compiled]) -> None:
         self._inputs = gm.graph.find_nodes(op="placeholder")
-        self._kept = {node: read_attribute(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
+        self._kept = {node: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
         self._output = gm.graph.output_node()
         readers = {source: node for node in gm.graph.nodes for source in node.all_input_nodes}
         self._calls = [

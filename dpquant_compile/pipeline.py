@@ -5,7 +5,7 @@
     then one of    SWITCHING_PASSES    one program for all policies
                    SPECIALISING_PASSES a program for one policy
                    private training: OUTPUT_PASSES, ISOLATION_PASSES, the trace of the joint graph, then for Inductor
-                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES, or for an interpreter
+                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES, REGION_PASSES, or for an interpreter
                    INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
 
 Options of a pass are bound by the functions below, with `functools.partial`.
@@ -126,7 +126,7 @@ TAGGING_PASSES = (tag_forward,)
 COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
 INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
 
-# The parts of forward and backward that Inductor compiles.
+# Over each of the two programs: the parts that Inductor compiles. Fewer than three repeats, or smaller ones, save little.
 REGION_PASSES = (partial(cut_regions, at_least=3, smallest=16),)
 
 
@@ -201,10 +201,13 @@ def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[Pa
     return run_passes(joint, passes, origin=log[-1].name, log=log, invariants=(check,))
 
 
-def in_regions(part: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
-    """A forward or backward program as Inductor compiles it, with one region for what it repeats."""
-    check = partial(check_regions, whole=part)
-    return run_passes(part, REGION_PASSES, origin=log[-1].name, log=log, invariants=(check,))
+def in_regions(parts: Sequence[fx.GraphModule], log: MutableSequence[PassRecord]) -> list[fx.GraphModule]:
+    """Forward and backward programs as Inductor compiles them, with one region for what a program repeats."""
+    origin = log[-1].name
+    return [
+        run_passes(part, REGION_PASSES, origin=origin, log=log, invariants=(partial(check_regions, whole=part),))
+        for part in parts
+    ]
 
 
 def _bound(passes: Sequence[Callable[..., PassResult]], **options: Any) -> tuple[Pass, ...]:

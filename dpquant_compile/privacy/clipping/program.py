@@ -45,7 +45,7 @@ class PrivateProgram:
             self._count = facts.forward_outputs
             self._saved_inputs = SavedInputs.of(program)
             if inner == "inductor":
-                forward, backward = pipeline.in_regions(forward, log), pipeline.in_regions(backward, log)
+                forward, backward = pipeline.in_regions((forward, backward), log)
             begin_part()
             self._forward = compile_graph(forward, "private forward", inner, recorder)
             begin_part()
