@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._inductor import inductor_prims
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile.backends.site_args import in_order
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.fx_utils import draws_seeded, read_attribute
-from dpquant_compile.passes.private.joint_facts import INPUT
-from dpquant_compile.passes.private.meaning import ROWS, TABLE, Meaning, arguments_of
+from dpquant_compile.passes.private.meaning import ROWS, ROWS_OF, Meaning, arguments_of, moved, table_of
 from dpquant_compile.passes.private.repeats import find_repeats
 from dpquant_compile.passes.runner import PassResult
 
@@ -25,21 +25,26 @@ def cut_regions(gm: fx.GraphModule, *, at_least: int, smallest: int) -> PassResu
         a = sin(x); b = sin(a); c = sin(b)   →   a = region_0(x)[0]; b = region_0(a)[0]; c = region_0(b)[0]
 
     Stretches are equal if their operators, their constants, and the shapes, strides and dtypes of their values are.
-    Sites may differ: a region gets the rows of its sites from the link table, and counts its sites from 0. A node that
-    draws random numbers equals no other. A stretch has at least `smallest` nodes.
+    Sites may differ: a region gets the rows of its sites from the link table, and counts its sites from 0. So may the
+    seeds of dropout: a region gets its own rows of the tensor of seeds. Any other node that draws random numbers equals
+    no other. A stretch has at least `smallest` nodes.
 
     Requires: a flat functional program of ATen operators; values are `meta["val"]`. Ensures: the same inputs and
     outputs; the graph calls regions, and nothing else but look-ups of rows; `check_regions` holds. The program that is
     given stays as it is. Numerics: unchanged bit for bit, except for the order in which Inductor fuses.
     """
-    body = [node for node in gm.graph.nodes if node.op == "call_function" and not _is_constant(node)]
+    outside = _first_seeds(gm.graph)
+    tables = _tables(gm.graph, outside)
+    if tables is None:
+        return PassResult(gm, False)
+    body = [n for n in gm.graph.nodes if n.op == "call_function" and n is not outside and not _is_constant(n)]
     tokens = [_token(node) for node in body]
     repeats = find_repeats(tokens, _live(body), at_least=at_least, smallest=smallest)
     if not repeats:
         return PassResult(gm, False)
     edges = sorted({0, len(body), *(edge for repeat in repeats for edge in repeat.edges)})
     stretches = [body[start:end] for start, end in zip(edges, edges[1:], strict=False)]
-    return PassResult(_Cut(gm, stretches).program(), True)
+    return PassResult(_Cut(gm, stretches, outside, tables).program(), True)
 
 
 def check_regions(gm: fx.GraphModule, *, whole: fx.GraphModule) -> None:
@@ -68,24 +73,42 @@ def _form(node: fx.Node) -> str:
     return str([(tuple(v.shape), v.stride(), v.dtype, str(v.device)) for v in leaves if isinstance(v, Tensor)])
 
 
-def _sites(node: fx.Node) -> tuple[int, ...]:
-    """The rows of the link table that a node reads."""
-    given = arguments_of(node)
-    return tuple(site for site in (*given.get("sites", ()), given.get("site", -1)) if site >= 0)
+def _first_seeds(graph: fx.Graph) -> fx.Node | None:
+    """The draw of the seeds of dropout, if it is the first draw of the program: then it may be made before all regions."""
+    first = next((node for node in graph.nodes if draws_seeded(node)), None)
+    return first if first is not None and first.target is inductor_prims.seeds else None
 
 
-def _shifted(node: fx.Node, base: int | None) -> dict[str, Any]:
-    """A node's arguments, with sites counted from `base`; None: without the numbers of its sites."""
-    given = arguments_of(node)
+def _tables(graph: fx.Graph, outside: fx.Node | None) -> dict[fx.Node, str] | None:
+    """The tables of which regions get rows, with their names; None if one is made or read by what could be a region."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            given = arguments_of(node)
+            found |= {given[name]: name for name in table_of(node)[0]}
+    for table, name in found.items():
+        readers = (user for user in table.users if user.op != "output")
+        if not (table.op == "placeholder" or table is outside) or any(name not in table_of(r)[0] for r in readers):
+            return None
+    return found
 
-    def shift(site: int) -> int:
-        return min(site, 0) if base is None or site < 0 else site - base
 
-    if "site" in given:
-        given["site"] = shift(given["site"])
-    if "sites" in given:
-        given["sites"] = [shift(site) for site in given["sites"]]
-    return given
+def _numbers(node: fx.Node) -> list[int]:
+    """The rows of a table that a node reads."""
+    _, name = table_of(node)
+    given = arguments_of(node)[name] if name else []
+    return [number for number in (given if isinstance(given, list | tuple) else [given]) if number >= 0]
+
+
+def _shifted(node: fx.Node, bases: Mapping[str, int] | None) -> dict[str, Any]:
+    """A node's arguments, with rows of the tables that it reads counted from `bases`; None: without their numbers."""
+    given, (tables, name) = arguments_of(node), table_of(node)
+    if not name:
+        return given
+    found = given[name]
+    if bases is None:
+        return {**given, name: len(found) if isinstance(found, list | tuple) else min(found, 0)}
+    return {**given, name: moved(found, -bases.get(tables[0], 0))}
 
 
 def _live(body: Sequence[fx.Node]) -> list[int]:
@@ -114,26 +137,30 @@ class _Region:
 
     inputs   values from outside, in the order of their first use
     outputs  places of the nodes that others read
-    base     the row of the link table that is its row 0
-    rows     how many rows it gets
+    bases    for each table that it reads, by name, the row that is its row 0
+    rows     and how many rows it gets
     text     what it computes, on what; two regions of one text are one program
     """
 
     nodes: list[fx.Node]
     inputs: list[fx.Node]
     outputs: frozenset[int]
-    base: int
-    rows: int
+    bases: dict[str, int]
+    rows: dict[str, int]
     text: str
 
 
 class _Cut:
     """One cut: the stretches, and which of them are equal."""
 
-    def __init__(self, gm: fx.GraphModule, stretches: Iterable[list[fx.Node]]) -> None:
-        self.gm = gm
-        given = gm.graph.find_nodes(op="placeholder")
-        self.table = {node: str(node.meta[INPUT]) for node in given if node.meta.get(INPUT) in TABLE}
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        stretches: Iterable[list[fx.Node]],
+        outside: fx.Node | None,
+        tables: Mapping[fx.Node, str],
+    ) -> None:
+        self.gm, self.outside, self.tables = gm, outside, tables
         self.regions = [self._region(nodes) for nodes in _with_items(stretches)]
 
     def program(self) -> fx.GraphModule:
@@ -141,7 +168,7 @@ class _Cut:
         graph, root = fx.Graph(), nn.Module()
         values: dict[fx.Node, fx.Node] = {}
         for node in self.gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") or node is self.outside:
                 values[node] = graph.node_copy(node)
             if node.op == "get_attr":
                 setattr(root, str(node.target), read_attribute(self.gm, node.target))
@@ -169,41 +196,48 @@ class _Cut:
 
     def _region(self, nodes: list[fx.Node]) -> _Region:
         inside = set(nodes)
-        sites = [site for node in nodes for site in _sites(node)]
-        base = min(sites, default=0)
-        rows = max(sites, default=base - 1) - base + 1
+        numbers: dict[str, list[int]] = {}
+        for node in nodes:
+            for table in table_of(node)[0]:
+                numbers.setdefault(table, []).extend(_numbers(node))
+        bases = {name: min(found, default=0) for name, found in numbers.items()}
+        rows = {name: max(found, default=-1) - bases[name] + 1 for name, found in numbers.items()}
         read = (source for node in nodes for source in node.all_input_nodes)
         inputs = list(dict.fromkeys(node for node in read if node not in inside and not _is_constant(node)))
         places = enumerate(nodes)
         outputs = frozenset(place for place, node in places if any(user not in inside for user in node.users))
         names = {node: f"input {place}" for place, node in enumerate(inputs)}
-        lines = [f"{self.table[node]} {rows}" if node in self.table else _form(node) for node in inputs]
+        tables = self.tables
+        lines = [f"{tables[node]} {rows[tables[node]]}" if node in tables else _form(node) for node in inputs]
 
         def name(node: fx.Node) -> Any:
-            return _Word(names[node] if node in names else f"{node.target} {_shifted(node, base)}")
+            return _Word(names[node] if node in names else f"{node.target} {_shifted(node, bases)}")
 
         for place, node in enumerate(nodes):
             drawn = f"{node.name} " if draws_seeded(node) else ""  # no two regions share a draw
-            lines.append(f"{drawn}{node.target} {fx.map_arg(_shifted(node, base), name)} {_form(node)}")
+            lines.append(f"{drawn}{node.target} {fx.map_arg(_shifted(node, bases), name)} {_form(node)}")
             names[node] = str(place)
-        return _Region(nodes, inputs, outputs, base, rows, "\n".join(lines))
+        return _Region(nodes, inputs, outputs, bases, rows, "\n".join(lines))
 
     def _given(self, graph: fx.Graph, values: Mapping[fx.Node, fx.Node], region: _Region, node: fx.Node) -> fx.Node:
         """What a region is given for one of its inputs."""
-        if node not in self.table:
+        if node not in self.tables:
             return values[node]
-        bounds = (0, region.base, region.base + region.rows)
+        name = self.tables[node]
+        bounds = (0, region.bases[name], region.bases[name] + region.rows[name])
         rows = graph.call_function(ROWS, (values[node], *bounds))
-        rows.meta = {"val": ROWS(node.meta["val"], *bounds)}
+        rows.meta = {"val": ROWS(node.meta["val"], *bounds), ROWS_OF: name}
         return rows
 
     def _module(self, region: _Region, outputs: Sequence[int], name: str) -> fx.GraphModule:
         graph = fx.Graph()
         values: dict[fx.Node, fx.Node] = {}
         for place, node in enumerate(region.inputs):
-            values[node] = graph.placeholder(self.table.get(node, f"input_{place}"))
+            values[node] = graph.placeholder(self.tables.get(node, f"input_{place}"))
             value = node.meta["val"]
-            values[node].meta = {"val": ROWS(value, 0, 0, region.rows) if node in self.table else value}
+            if node in self.tables:
+                value = ROWS(value, 0, 0, region.rows[self.tables[node]])
+            values[node].meta = {"val": value}
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in values:
@@ -212,8 +246,8 @@ class _Cut:
 
         for node in region.nodes:
             new = values[node] = graph.node_copy(node, copied)
-            if _sites(node):
-                shifted = fx.map_arg(_shifted(node, region.base), copied)
+            if table_of(node)[1]:
+                shifted = fx.map_arg(_shifted(node, region.bases), copied)
                 new.args, new.kwargs = in_order(node.target, **shifted), {}  # type: ignore[arg-type]
         graph.output(tuple(values[region.nodes[place]] for place in outputs))
         return fx.GraphModule(nn.Module(), graph, class_name=name)

@@ -7,32 +7,44 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims
 from torch.utils._pytree import tree_leaves
 
-from dpquant_compile.backends.site_args import site_args
+from dpquant_compile.backends.site_args import signature_of
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.fx_utils import draws_seeded
-from dpquant_compile.passes.private.joint_facts import INPUT
 
-__all__ = ["ROWS", "TABLE", "Meaning", "arguments_of"]
+__all__ = ["LOOKUP", "ROWS", "ROWS_OF", "Meaning", "arguments_of", "moved", "table_of"]
 
-# The inputs that have a row for each site, and the operator that takes the rows of a region.
-TABLE = ("policy", "keys")
+# The operator that takes rows of a table for a region, and a key in the metadata of such a node: which table it is.
 ROWS = torch.ops.aten.slice.Tensor
+ROWS_OF = "rows_of"
+
+# Inductor's dropout takes its seed from one tensor of seeds, by number.
+LOOKUP = inductor_prims.lookup_seed
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments; those of an operator of this library by name."""
-    if getattr(node.target, "namespace", None) == "dpquant":
-        return dict(vars(site_args(node)))
+    """A node's arguments; by name those of this library's operators, and of look-ups."""
+    if getattr(node.target, "namespace", None) == "dpquant" or node.target is LOOKUP:
+        return signature_of(node.target).bind(node.args, node.kwargs)
     return {"args": node.args, "kwargs": dict(node.kwargs)}
+
+
+def table_of(node: fx.Node) -> tuple[tuple[str, ...], str]:
+    """The arguments of a node that are tables with rows, and the argument that says which rows; or none and ""."""
+    if node.target is LOOKUP:
+        return ("seeds",), "index"
+    given = arguments_of(node).keys()
+    number = next((name for name in ("site", "sites") if name in given), "")
+    return tuple(name for name in ("policy", "keys") if name in given) if number else (), number
 
 
 class Meaning:
     """Numbers for values: two have one number if the same operators compute them from the same inputs.
 
     Names and order do not matter, except for random draws: each is another value, and the order of draws counts. A site
-    in a region that is given rows of the link table is the site that these rows belong to.
+    in a region that is given rows of the link table is the site that these rows belong to; so are seeds of dropout.
     """
 
     def __init__(self) -> None:
@@ -75,7 +87,7 @@ class Meaning:
             self._draws += 1
             key = f"{key} draw {self._draws}"
         number = self._number(key)
-        if node.target is ROWS and node.args[0].meta.get(INPUT) in TABLE:  # type: ignore[union-attr]
+        if node.target is ROWS and ROWS_OF in node.meta:
             _, dim, base = node.args[:3]
             assert dim == 0
             return _Rows(number.number, given["args"][0].number, base)  # type: ignore[arg-type]
@@ -102,19 +114,18 @@ class _Rows(_Value):
 
 def _in_table(node: fx.Node, given: dict[str, Any], rows: set[_Rows]) -> dict[str, Any]:
     """The same arguments with rows of the whole table."""
-    if getattr(node.target, "namespace", None) != "dpquant" or not {"site", "sites"} & given.keys():
-        return given
     bases = {value.base for value in rows}
-    tables = {name for name, value in given.items() if isinstance(value, _Rows)}
-    if len(bases) > 1 or tables != set(TABLE) & given.keys():
-        raise GraphInvariantError(f"node {node.name!r} is given rows of different sites: {sorted(tables)}")
+    held = {name for name, value in given.items() if isinstance(value, _Rows)}
+    tables, number = table_of(node)
+    if len(bases) > 1 or held != set(tables):
+        raise GraphInvariantError(f"node {node.name!r} is given rows of different tables: {sorted(held)}")
     (base,) = bases
+    whole = {name: _Value(value.table) if name in held else value for name, value in given.items()}
+    return {**whole, number: moved(given[number], base)}
 
-    def whole(name: str, value: Any) -> Any:
-        if name in tables:
-            return _Value(value.table)
-        if name == "site":
-            return value + base if value >= 0 else value
-        return [site + base if site >= 0 else site for site in value] if name == "sites" else value
 
-    return {name: whole(name, value) for name, value in given.items()}
+def moved(number: Any, by: int) -> Any:
+    """The number of a row, or numbers of rows, in a table that begins `by` rows earlier; -1 is no row."""
+    if isinstance(number, list | tuple):
+        return [moved(each, by) for each in number]
+    return number + by if number >= 0 else number

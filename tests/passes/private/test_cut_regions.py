@@ -6,13 +6,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
+from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.private.cut_regions import check_regions, cut_regions
 from dpquant_compile.passes.private.joint_facts import INPUT
-from dpquant_compile.passes.private.meaning import ROWS
+from dpquant_compile.passes.private.meaning import ROWS, ROWS_OF
 
 SIZE, SITES = 6, 4
 NAMES = ("x", "policy", "keys", "samples", *(f"{row}.weight" for row in range(SITES)))
@@ -138,7 +139,7 @@ def test_a_region_with_the_rows_of_another_site_is_caught() -> None:
     check_regions(gm, whole=whole)
     rows = next(node for node in gm.graph.nodes if node.target is ROWS and node.args[2] == 2)
     rows.args = (rows.args[0], 0, 1, 2)
-    with pytest.raises(GraphInvariantError, match="rows of different sites"):
+    with pytest.raises(GraphInvariantError, match="rows of different tables"):
         check_regions(gm, whole=whole)
     for node in gm.graph.nodes:
         if node.target is ROWS and node.args[2] == 2:
@@ -153,5 +154,25 @@ def test_a_region_that_is_given_the_wrong_value_is_caught() -> None:
     first, second, third = (node for node in gm.graph.nodes if node.target == "region_1")
     assert third.args[0] is not second.args[0]
     third.args = (second.args[0], *third.args[1:])
+    with pytest.raises(GraphInvariantError, match="computes something else"):
+        check_regions(gm, whole=whole)
+
+
+def dropout(x: Tensor, policy: Tensor, keys: Tensor, samples: Tensor, *weights: Tensor) -> list[Tensor]:
+    """Layers with dropout, as Inductor draws it: from one tensor of seeds, by number."""
+    seeds = inductor_prims.seeds(SITES, x.device)
+    for row in range(SITES):
+        kept = inductor_prims.random([3, SIZE], inductor_prims.lookup_seed(seeds, row), "rand") > 0.5
+        x = (site(x, weights[row], (policy, keys, samples), row) * kept).tanh()
+    return [x]
+
+
+def test_each_call_of_a_region_with_dropout_has_a_seed_of_its_own() -> None:
+    whole = traced(dropout)
+    gm = cut(whole)
+    check_regions(gm, whole=whole)
+    seeds = [node for node in gm.graph.nodes if node.meta.get(ROWS_OF) == "seeds"]
+    assert [node.args[2] for node in seeds] == list(range(SITES))
+    seeds[1].args = (seeds[1].args[0], 0, 0, 1)
     with pytest.raises(GraphInvariantError, match="computes something else"):
         check_regions(gm, whole=whole)
