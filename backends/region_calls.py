@@ -23,7 +23,11 @@ class RegionCalls:
         self._output = gm.graph.output_node()
         readers = {source: node for node in gm.graph.nodes for source in node.all_input_nodes}
         self._calls = [
-            (node, regions.get(str(node.target)), [source for source in node.all_input_nodes if readers[source] is node])
+            (
+                node,
+                regions.get(str(node.target)),
+                [source for source in node.all_input_nodes if readers[source] is node],
+            )
             for node in gm.graph.nodes
             if node.op in ("call_module", "call_function")
         ]
@@ -32,9 +36,11 @@ class RegionCalls:
         values: dict[fx.Node, Any] = {**self._kept, **dict(zip(self._inputs, given, strict=True))}
         given.clear()
         for node, region, last in self._calls:
-            arguments: Any = list(fx.map_arg(node.args, values.__getitem__))
+            given: Any = fx.map_arg(node.args, values.__getitem__)
+            arguments, given = list(given), None
             for source in last:
                 del values[source]
             values[node] = node.target(*arguments) if region is None else region(arguments)
             del arguments
-        return list(fx.map_arg(self._output.args[0], values.__getitem__))
+        results: Any = fx.map_arg(self._output.args[0], values.__getitem__)
+        return list(results)

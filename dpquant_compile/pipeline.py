@@ -126,7 +126,7 @@ TAGGING_PASSES = (tag_forward,)
 COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
 INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
 
-# Over each of the two programs: the parts that Inductor compiles. Fewer than three repeats, or smaller ones, save little.
+# Over each of the two programs: the parts that Inductor compiles. Fewer repeats, or smaller ones, would save little.
 REGION_PASSES = (partial(cut_regions, at_least=3, smallest=16),)
 
 

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -43,7 +44,7 @@ def cut_regions(gm: fx.GraphModule, *, at_least: int, smallest: int) -> PassResu
     if not repeats:
         return PassResult(gm, False)
     edges = sorted({0, len(body), *(edge for repeat in repeats for edge in repeat.edges)})
-    stretches = [body[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    stretches = [body[start:end] for start, end in pairwise(edges)]
     return PassResult(_Cut(gm, stretches, outside, tables).program(), True)
 
 
@@ -74,7 +75,7 @@ def _form(node: fx.Node) -> str:
 
 
 def _first_seeds(graph: fx.Graph) -> fx.Node | None:
-    """The draw of the seeds of dropout, if it is the first draw of the program: then it may be made before all regions."""
+    """The draw of the seeds of dropout, if no draw comes before it: then it can be made before all regions."""
     first = next((node for node in graph.nodes if draws_seeded(node)), None)
     return first if first is not None and first.target is inductor_prims.seeds else None
 
@@ -108,7 +109,12 @@ def _shifted(node: fx.Node, bases: Mapping[str, int] | None) -> dict[str, Any]:
     found = given[name]
     if bases is None:
         return {**given, name: len(found) if isinstance(found, list | tuple) else min(found, 0)}
-    return {**given, name: moved(found, -bases.get(tables[0], 0))}
+    return {**given, name: moved(found, -bases[_kind(tables[0])])}
+
+
+def _kind(table: str) -> str:
+    """What the rows of a table are for. Tables of one kind are cut alike: one number tells the row of all of them."""
+    return "seeds" if table == "seeds" else "sites"
 
 
 def _live(body: Sequence[fx.Node]) -> list[int]:
@@ -137,7 +143,7 @@ class _Region:
 
     inputs   values from outside, in the order of their first use
     outputs  places of the nodes that others read
-    bases    for each table that it reads, by name, the row that is its row 0
+    bases    for each kind of table, the row that is its row 0
     rows     and how many rows it gets
     text     what it computes, on what; two regions of one text are one program
     """
@@ -196,10 +202,10 @@ class _Cut:
 
     def _region(self, nodes: list[fx.Node]) -> _Region:
         inside = set(nodes)
-        numbers: dict[str, list[int]] = {}
+        numbers: dict[str, list[int]] = {"sites": [], "seeds": []}
         for node in nodes:
             for table in table_of(node)[0]:
-                numbers.setdefault(table, []).extend(_numbers(node))
+                numbers[_kind(table)] += _numbers(node)
         bases = {name: min(found, default=0) for name, found in numbers.items()}
         rows = {name: max(found, default=-1) - bases[name] + 1 for name, found in numbers.items()}
         read = (source for node in nodes for source in node.all_input_nodes)
@@ -208,7 +214,7 @@ class _Cut:
         outputs = frozenset(place for place, node in places if any(user not in inside for user in node.users))
         names = {node: f"input {place}" for place, node in enumerate(inputs)}
         tables = self.tables
-        lines = [f"{tables[node]} {rows[tables[node]]}" if node in tables else _form(node) for node in inputs]
+        lines = [f"{tables[node]} {rows}" if node in tables else _form(node) for node in inputs]
 
         def name(node: fx.Node) -> Any:
             return _Word(names[node] if node in names else f"{node.target} {_shifted(node, bases)}")
@@ -224,7 +230,8 @@ class _Cut:
         if node not in self.tables:
             return values[node]
         name = self.tables[node]
-        bounds = (0, region.bases[name], region.bases[name] + region.rows[name])
+        base, count = region.bases[_kind(name)], region.rows[_kind(name)]
+        bounds = (0, base, base + count)
         rows = graph.call_function(ROWS, (values[node], *bounds))
         rows.meta = {"val": ROWS(node.meta["val"], *bounds), ROWS_OF: name}
         return rows
@@ -236,7 +243,7 @@ class _Cut:
             values[node] = graph.placeholder(self.tables.get(node, f"input_{place}"))
             value = node.meta["val"]
             if node in self.tables:
-                value = ROWS(value, 0, 0, region.rows[self.tables[node]])
+                value = ROWS(value, 0, 0, region.rows[_kind(self.tables[node])])
             values[node].meta = {"val": value}
 
         def copied(node: fx.Node) -> fx.Node:

@@ -65,7 +65,7 @@ class Meaning:
         for node in gm.graph.nodes:
             if node.op == "call_module":
                 region: Any = gm.get_submodule(str(node.target))
-                given = (values[source] for source in node.args)  # type: ignore[index]
+                given = (values[source] for source in node.args)
                 inside = dict(zip(region.graph.find_nodes(op="placeholder"), given, strict=True))
                 values[node] = self._run(region, inside)
             elif node.op == "call_function":
@@ -78,7 +78,7 @@ class Meaning:
             held = values[source]  # type: ignore[index]
             if isinstance(held, list | tuple):
                 return held[place]  # type: ignore[index]
-        given = fx.map_arg(arguments_of(node), lambda source: values[source])  # type: ignore[arg-type]
+        given = fx.map_arg(arguments_of(node), lambda source: values[source])
         rows = {value for value in tree_leaves(given) if isinstance(value, _Rows)}
         if rows:
             given = _in_table(node, given, rows)
