@@ -36,8 +36,7 @@ class RegionCalls:
         values: dict[fx.Node, Any] = {**self._kept, **dict(zip(self._inputs, given, strict=True))}
         given.clear()
         for node, region, last in self._calls:
-            given: Any = fx.map_arg(node.args, values.__getitem__)
-            arguments, given = list(given), None
+            arguments: Any = fx.map_arg(list(node.args), values.__getitem__)
             for source in last:
                 del values[source]
             values[node] = node.target(*arguments) if region is None else region(arguments)

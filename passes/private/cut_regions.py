@@ -64,7 +64,7 @@ def _token(node: fx.Node) -> str:
     """What a node computes, without where its inputs come from and which sites it belongs to."""
     if draws_seeded(node):
         return node.name
-    given = fx.map_arg(_shifted(node, None), lambda _: None)  # type: ignore[arg-type, return-value]
+    given = fx.map_arg(_shifted(node, None), lambda _: None)
     return f"{node.target} {given} {_form(node)}"
 
 
@@ -255,7 +255,7 @@ class _Cut:
             new = values[node] = graph.node_copy(node, copied)
             if table_of(node)[1]:
                 shifted = fx.map_arg(_shifted(node, region.bases), copied)
-                new.args, new.kwargs = in_order(node.target, **shifted), {}  # type: ignore[arg-type]
+                new.args, new.kwargs = in_order(node.target, **shifted), {}
         graph.output(tuple(values[region.nodes[place]] for place in outputs))
         return fx.GraphModule(nn.Module(), graph, class_name=name)
 
