@@ -36,7 +36,7 @@ class RegionCalls:
         values: dict[fx.Node, Any] = {**self._kept, **dict(zip(self._inputs, given, strict=True))}
         given.clear()
         for node, region, last in self._calls:
-            arguments: Any = fx.map_arg(list(node.args), values.__getitem__)
+            arguments = [values[argument] if isinstance(argument, fx.Node) else argument for argument in node.args]
             for source in last:
                 del values[source]
             values[node] = node.target(*arguments) if region is None else region(arguments)
