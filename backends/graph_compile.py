@@ -24,7 +24,10 @@ from dpquant_compile.backends.native_library import instructions
 from dpquant_compile.backends.region_calls import RegionCalls
 from dpquant_compile.progress import progress
 
-__all__ = ["AotGraph", "Recorder", "compile_graph", "lower"]
+__all__ = ["INDUCTOR", "AotGraph", "Recorder", "compile_graph", "lower"]
+
+# The inner compilers that are Inductor: "regions" compiles once what a private program repeats.
+INDUCTOR = ("inductor", "regions")
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
 
         return compiler
 
-    if inner == "inductor":
+    if inner in INDUCTOR:
         return with_inductor
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("inference")
@@ -154,7 +157,7 @@ def compile_graph(
     The result takes its arguments as one list, which it empties, so that memory is freed as the program goes.
     """
     recorder.add(kind, gm)
-    if inner != "inductor":
+    if inner not in INDUCTOR:
         interpret: Callable[[list[Any]], Sequence[Any]] = make_boxed_func(gm.forward)
         return interpret
     regions = {str(node.target): gm.get_submodule(str(node.target)) for node in gm.graph.find_nodes(op="call_module")}

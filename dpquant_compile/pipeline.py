@@ -5,8 +5,8 @@
     then one of    SWITCHING_PASSES    one program for all policies
                    SPECIALISING_PASSES a program for one policy
                    private training: OUTPUT_PASSES, ISOLATION_PASSES, the trace of the joint graph, then for Inductor
-                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES, REGION_PASSES, or for an interpreter
-                   INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
+                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES and, with inner="regions",
+                   REGION_PASSES; or for an interpreter INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
 
 Options of a pass are bound by the functions below, with `functools.partial`.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from dpquant_compile.backends.graph_compile import INDUCTOR
 from dpquant_compile.backends.site_args import site_args
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.batch.track_batch import track_batch
@@ -126,7 +127,7 @@ TAGGING_PASSES = (tag_forward,)
 COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
 INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
 
-# Over each of the two programs: the parts that Inductor compiles. Fewer repeats, or smaller ones, would save little.
+# Over each of the two programs, with inner="regions". Fewer repeats, or smaller ones, would save little.
 REGION_PASSES = (partial(cut_regions, at_least=3, smallest=16),)
 
 
@@ -189,7 +190,7 @@ def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[Pa
 
     `trace` is the pass that makes the joint graph; it is an argument, since it belongs to the privacy package.
     """
-    compiled = inner == "inductor"
+    compiled = inner in INDUCTOR
     joint = run_passes(gm, (trace,), origin="verify_isolation", log=log)
     traced = signature_of(joint)
     sound = (partial(check_outputs, traced=traced), check_forward, check_clipping)
