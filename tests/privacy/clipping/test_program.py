@@ -391,13 +391,14 @@ def test_saved_tensors_keep_the_strides_of_the_trace() -> None:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(torch.tanh(self.a(x)))
+        return x + self.c(torch.tanh(self.b(torch.tanh(self.a(self.norm(x))))))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # test_cut_regions compares the same without Inductor
 def test_regions_give_the_sums_of_the_whole_program() -> None:
     net, x = models.seeded(lambda: nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(4, 2))), torch.randn(4, 4)
     runs = [made_private(copy.deepcopy(net), 4, inner=inner)[0] for inner in ("eager", "regions")]
