@@ -21,9 +21,13 @@ from torch._inductor.virtualized import V
 from torch.compiler import config as compiler_config
 
 from dpquant_compile.backends.native_library import instructions
+from dpquant_compile.backends.region_calls import RegionCalls
 from dpquant_compile.progress import progress
 
-__all__ = ["AotGraph", "Recorder", "compile_graph", "lower"]
+__all__ = ["INDUCTOR", "AotGraph", "Recorder", "compile_graph", "lower"]
+
+# The inner compilers that are Inductor: "regions" compiles once what a private program repeats.
+INDUCTOR = ("inductor", "regions")
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
 
         return compiler
 
-    if inner == "inductor":
+    if inner in INDUCTOR:
         return with_inductor
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("inference")
@@ -147,17 +151,25 @@ def lower(inner: str, recorder: Recorder) -> Callable[[fx.GraphModule, Sequence[
 def compile_graph(
     gm: fx.GraphModule, kind: str, inner: str, recorder: Recorder
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a functional graph of ATen operators for the sizes it was traced with.
+    """Compile a functional graph of ATen operators for the sizes it was traced with; of one that calls regions, each
+    region once.
 
     The result takes its arguments as one list, which it empties, so that memory is freed as the program goes.
     """
     recorder.add(kind, gm)
-    if inner != "inductor":
+    if inner not in INDUCTOR:
         interpret: Callable[[list[Any]], Sequence[Any]] = make_boxed_func(gm.forward)
         return interpret
+    regions = {str(node.target): gm.get_submodule(str(node.target)) for node in gm.graph.find_nodes(op="call_module")}
+    if not regions:
+        return _compiled(gm)
+    return RegionCalls(gm, {name: _compiled(cast(fx.GraphModule, region)) for name, region in regions.items()})
+
+
+def _compiled(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     examples = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
     fake_mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
-    # The backward is compiled for the strides that the trace has, so Inductor may not choose others for what is saved.
+    # What reads the results is compiled for the strides that the trace has, so Inductor may not choose others.
     output = gm.graph.output_node()
     results = enumerate(cast(Sequence[Any], output.args[0]))
     output.meta["user_visible_output_idxs"] = [place for place, value in results if isinstance(value, fx.Node)]

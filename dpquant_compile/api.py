@@ -45,8 +45,9 @@ def compile(
                       "bfloat16" or "int8"
     seed              of the random rounding and of the first policy, which is a uniform draw
     quantize_eval     eval() follows the policy as well
-    inner             compiler of the graph around the sites: "inductor", "aot_eager" or "eager"; by default
-                      "inductor", and "eager" for the reference backend
+    inner             compiler of the graph around the sites: "inductor", "regions", "aot_eager" or "eager"; by
+                      default "inductor", and "eager" for the reference backend. "regions" is Inductor, which compiles
+                      once what a private program repeats; steps take more time and memory then
     example_inputs    arguments of one forward call, to capture the graph now where only Dynamo can
     """
     if not isinstance(model, nn.Module):

@@ -5,8 +5,8 @@
     then one of    SWITCHING_PASSES    one program for all policies
                    SPECIALISING_PASSES a program for one policy
                    private training: OUTPUT_PASSES, ISOLATION_PASSES, the trace of the joint graph, then for Inductor
-                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES, or for an interpreter
-                   INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
+                   COMPILED_JOINT_PASSES, TAGGING_PASSES, COMPILED_CUT_PASSES and, with inner="regions",
+                   REGION_PASSES; or for an interpreter INTERPRETED_JOINT_PASSES, TAGGING_PASSES, INTERPRETED_CUT_PASSES
 
 Options of a pass are bound by the functions below, with `functools.partial`.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from dpquant_compile.backends.graph_compile import INDUCTOR
 from dpquant_compile.backends.site_args import site_args
 from dpquant_compile.errors import GraphInvariantError
 from dpquant_compile.passes.batch.track_batch import track_batch
@@ -44,6 +45,7 @@ from dpquant_compile.passes.private.check_joint import (
     signature_of,
 )
 from dpquant_compile.passes.private.cut_joint import cut_joint
+from dpquant_compile.passes.private.cut_regions import check_regions, cut_regions
 from dpquant_compile.passes.private.drop_batch_loss import drop_batch_loss
 from dpquant_compile.passes.private.free_saved_inputs import free_saved_inputs
 from dpquant_compile.passes.private.fuse_norms import fuse_norms
@@ -64,11 +66,13 @@ __all__ = [
     "INTERPRETED_JOINT_PASSES",
     "ISOLATION_PASSES",
     "OUTPUT_PASSES",
+    "REGION_PASSES",
     "SPECIALISING_PASSES",
     "SWITCHING_PASSES",
     "TAGGING_PASSES",
     "TRACKING_PASSES",
     "canonical",
+    "in_regions",
     "isolated",
     "private",
     "rewritten",
@@ -124,6 +128,9 @@ TAGGING_PASSES = (tag_forward,)
 # From the joint graph to forward and backward, and what may be freed between them.
 COMPILED_CUT_PASSES = (partial(cut_joint, recompute=True), free_saved_inputs)
 INTERPRETED_CUT_PASSES = (partial(cut_joint, recompute=False), free_saved_inputs)
+
+# Over each of the two programs, with inner="regions". Fewer repeats, or smaller ones, would save little.
+REGION_PASSES = (partial(cut_regions, at_least=3, smallest=16),)
 
 
 def canonical(gm: fx.GraphModule, log: MutableSequence[PassRecord]) -> fx.GraphModule:
@@ -185,7 +192,7 @@ def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[Pa
 
     `trace` is the pass that makes the joint graph; it is an argument, since it belongs to the privacy package.
     """
-    compiled = inner == "inductor"
+    compiled = inner in INDUCTOR
     joint = run_passes(gm, (trace,), origin="verify_isolation", log=log)
     traced = signature_of(joint)
     sound = (partial(check_outputs, traced=traced), check_forward, check_clipping)
@@ -195,6 +202,15 @@ def private(gm: fx.GraphModule, trace: Pass, inner: str, log: MutableSequence[Pa
     passes = COMPILED_CUT_PASSES if compiled else INTERPRETED_CUT_PASSES
     check = partial(check_cut, traced=traced)
     return run_passes(joint, passes, origin=log[-1].name, log=log, invariants=(check,))
+
+
+def in_regions(parts: Sequence[fx.GraphModule], log: MutableSequence[PassRecord]) -> list[fx.GraphModule]:
+    """Forward and backward programs as Inductor compiles them, with one region for what a program repeats."""
+    origin = log[-1].name
+    return [
+        run_passes(part, REGION_PASSES, origin=origin, log=log, invariants=(partial(check_regions, whole=part),))
+        for part in parts
+    ]
 
 
 def _bound(passes: Sequence[Callable[..., PassResult]], **options: Any) -> tuple[Pass, ...]:

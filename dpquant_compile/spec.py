@@ -10,7 +10,7 @@ from dpquant_compile.numerics.recipe import DEFAULT_RECIPE, Recipe, get_recipe
 
 __all__ = ["INNER_COMPILERS", "CompileSpec"]
 
-INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+INNER_COMPILERS = ("inductor", "regions", "aot_eager", "eager")
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class CompileSpec:
     recipe           the numerics of a site in low precision and out of it, and its kernels
     seed             of the random bits, and of the first policy
     quantize_eval    whether eval() follows the policy too; else it runs in full precision
-    inner            what compiles the graph around the sites: "inductor", "aot_eager" (AOTAutograd's graphs run as
-                     they are), or "eager" (the fx graph runs as it is)
+    inner            what compiles the graph around the sites: "inductor", "regions" (Inductor, which compiles once what
+                     a private program repeats), "aot_eager" (AOTAutograd's graphs run as they are), or "eager" (the
+                     fx graph runs as it is)
     """
 
     budget: float

@@ -11,6 +11,8 @@ import torch.fx._pytree as fx_pytree
 from torch import fx
 from torch._ops import OpOverload
 
+from dpquant_compile.backends.site_args import signature_of
+
 __all__ = [
     "bind_inputs",
     "clean_path",
@@ -165,4 +167,7 @@ def draws_seeded(node: fx.Node) -> bool:
     """Whether a node of a graph of ATen operators draws random numbers."""
     if isinstance(node.target, OpOverload) and not is_known_operator(node.target):
         return True  # its author may have left out the tag
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = signature_of(node.target).bind(node.args, node.kwargs)
+    return given.get("dropout_p") != 0  # attention draws for its dropout alone

@@ -115,7 +115,7 @@ def program_source(gm: fx.GraphModule) -> str:
     # Not gm.code, which is out of date until recompile().
     parts = [str(gm.graph.python_code("self").src)]
     parts += [f"# {node.name}: {node.meta[NOTE]}\n" for node in gm.graph.nodes if NOTE in node.meta]
-    parts += [f"\n{_CALLED}{name}\n{program_source(called)}" for name, called in _called(gm)]
+    parts += [f"\n{_CALLED}{name}\n{program_source(called)}" for name, called in dict(_called(gm)).items()]
     return "".join(parts)
 
 

@@ -88,7 +88,7 @@ def test_compile_refuses_a_backend_that_cannot_run_the_format() -> None:
     ("options", "error", "said"),
     [
         ({"backend": "gpu"}, CompileSpecError, "backend='gpu' is none of auto, reference, compiled"),
-        ({"inner": "tvm"}, CompileSpecError, "inner='tvm' is none of inductor, aot_eager, eager"),
+        ({"inner": "tvm"}, CompileSpecError, "inner='tvm' is none of inductor, regions, aot_eager, eager"),
         ({"format": "fp3"}, FormatError, "no format is named 'fp3'. Choose one of: luq_fp4"),
         ({"quantize_outputs": "some"}, CompileSpecError, "quantize_outputs='some' is none of 'none', 'flow', 'all'"),
         ({"recipe": "mine"}, CompileSpecError, "recipe='mine' is none of int4, int4_w8, int8"),

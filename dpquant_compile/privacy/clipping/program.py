@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from dpquant_compile import pipeline
-from dpquant_compile.backends.graph_compile import Recorder, compile_graph
+from dpquant_compile.backends.graph_compile import INDUCTOR, Recorder, compile_graph
 from dpquant_compile.passes.fx_utils import draws_seeded
 from dpquant_compile.passes.private.cut_joint import backward_of, forward_of
 from dpquant_compile.passes.private.free_saved_inputs import SavedInputs
@@ -35,7 +35,7 @@ class PrivateProgram:
         self.spec = spec
         with progress("private program", "tracing", "forward", "backward") as begin_part:
             begin_part()
-            trace = partial(trace_joint, spec=spec, example=example, decompose=inner == "inductor")
+            trace = partial(trace_joint, spec=spec, example=example, decompose=inner in INDUCTOR)
             program = pipeline.private(spec.base, trace, inner, log)
             facts, forward, backward = facts_of(program), forward_of(program), backward_of(program)
             # Kept here: the graph is shared with programs for other shapes.
@@ -44,6 +44,8 @@ class PrivateProgram:
             self.draws_random = any(draws_seeded(node) for part in (forward, backward) for node in part.graph.nodes)
             self._count = facts.forward_outputs
             self._saved_inputs = SavedInputs.of(program)
+            if inner == "regions":
+                forward, backward = pipeline.in_regions((forward, backward), log)
             begin_part()
             self._forward = compile_graph(forward, "private forward", inner, recorder)
             begin_part()

@@ -1,5 +1,6 @@
 """merge_equal_nodes: what a graph computes twice it computes once, unless that is a random draw."""
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
@@ -49,3 +50,12 @@ def test_a_graph_without_equal_nodes_and_one_with_draws_stay() -> None:
 def test_numbers_are_the_same_bits() -> None:
     gm = merge_equal_nodes(make_fx(twice)(X)).graph_module
     assert torch.equal(gm(X)[0], twice(X)[0])
+
+
+@pytest.mark.parametrize(("dropout", "merged"), [((), True), ((0.0,), True), ((0.5,), False)])
+def test_attention_is_a_draw_only_with_dropout(dropout: tuple[float, ...], merged: bool) -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    graph.output([graph.call_function(attend, (q, q, q, *dropout)) for _ in range(2)])
+    assert merge_equal_nodes(fx.GraphModule({}, graph)).modified == merged

@@ -1,6 +1,7 @@
 """Real architectures against Opacus' hooks, FP4 against the reference, stock Opacus, and Inductor against eager."""
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import dpquant_compile as dpq
 from dpquant_compile.errors import PrivateTrainingError
+from dpquant_compile.passes.runner import called_programs
 from dpquant_compile.torchvision_compat import TorchvisionMissingError
 from dpquant_compile.torchvision_compat import models as torchvision_models
 from tests.support import models
@@ -384,3 +386,24 @@ def test_saved_tensors_keep_the_strides_of_the_trace() -> None:
     model, x = models.seeded(Repeated), torch.randn(4, 1, 6, 6)
     sums = [clipped_sums(made_private(copy.deepcopy(model), 4, inner=inner)[0], [x]) for inner in ("eager", "inductor")]
     assert_same(sums[1], sums[0])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.c(torch.tanh(self.b(torch.tanh(self.a(self.norm(x))))))
+
+
+@pytest.mark.heavy  # test_cut_regions compares the same without Inductor
+def test_regions_give_the_sums_of_the_whole_program() -> None:
+    net, x = models.seeded(lambda: nn.Sequential(*(Layer() for _ in range(4)), nn.Linear(4, 2))), torch.randn(4, 4)
+    runs = [made_private(copy.deepcopy(net), 4, inner=inner)[0] for inner in ("eager", "regions")]
+    whole, regions = (clipped_sums(run, [x]) for run in runs)
+    assert_same(regions, whole)
+    calls = [len(re.findall(r"= self\.region_", r.after)) for r in runs[1].trace_log() if r.name == "cut_regions"]
+    programs = [len(called_programs(r.after)) for r in runs[1].trace_log() if r.name == "cut_regions"]
+    assert len(calls) == 2 and all(count < called for count, called in zip(programs, calls, strict=True))
