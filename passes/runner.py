@@ -90,7 +90,7 @@ def run_passes(
                 if node not in seen:
                     node.meta.setdefault("origin", name)
             gm.recompile()
-        source = program_source(gm)
+        source = program_source(gm, gm.code if result.modified else None)
         if not result.modified and source != before:
             raise GraphInvariantError(f"pass {name} changed the graph but reported modified=False")
         try:
@@ -110,10 +110,12 @@ def run_passes(
     return gm
 
 
-def program_source(gm: fx.GraphModule) -> str:
-    """The program as text: its code, the notes of its nodes, and below it the programs that it calls."""
-    # Not gm.code, which is out of date until recompile().
-    parts = [str(gm.graph.python_code("self").src)]
+def program_source(gm: fx.GraphModule, code: str | None = None) -> str:
+    """The program as text: its code, the notes of its nodes, and below it the programs that it calls.
+
+    `code` is its own code, where that was printed just now: `gm.code` is out of date until recompile().
+    """
+    parts = [str(gm.graph.python_code("self").src) if code is None else code]
     parts += [f"# {node.name}: {node.meta[NOTE]}\n" for node in gm.graph.nodes if NOTE in node.meta]
     parts += [f"\n{_CALLED}{name}\n{program_source(called)}" for name, called in dict(_called(gm)).items()]
     return "".join(parts)
