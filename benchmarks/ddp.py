@@ -7,10 +7,10 @@
 Every process has one thread. All numbers of processes work on the same logical batches, so each process of two has half
 of the samples. Runs of all kinds alternate; a run is a set of processes of its own, which warms up before it is timed.
 Figures are medians over the runs, with half the range. "waiting" is the time until the slowest process has come as far,
-"moving" the time that sums take from there, and gathered parameters. Both are of the last rank. "MB a step" are of the
-largest message of each collective, which a process sends or receives; gloo sends more than that, since its
-reduce-scatter is an all-reduce. "peak" is the most memory that one process had resident after the warm-up, of which
-"base" it had before the model was made (Linux).
+"moving" the time that sums take from there, and gathered parameters. Both are of the last rank. "MB a step" are the
+tensors of each collective: over a ring an all-reduce moves them twice, a reduce-scatter and a gather once. Gloo's
+reduce-scatter is an all-reduce, so shards move half as much again there. "peak" is the most memory that one process had
+resident after the warm-up, of which "base" it had before the model was made (Linux).
 """
 
 import argparse

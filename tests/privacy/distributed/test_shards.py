@@ -85,7 +85,7 @@ def behaviour(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         **{f"refused: {kind}": (sharded_workers.refused, kind) for kind in sharded_workers.REFUSED},
     }
     folder = tmp_path_factory.mktemp("shards")
-    results = succeeded(together(2, workers.several, *jobs.values(), folder=folder))
+    results = succeeded(together(2, workers.several, *jobs.values(), folder=folder, seconds=280))
     return dict(zip(jobs, map(list, zip(*results, strict=True)), strict=True))
 
 
