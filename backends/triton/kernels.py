@@ -502,7 +502,8 @@ def weighted(
 ) -> None:
     """A tile of out[part][row][tap][term] = Σ factor · units · G over the `share` samples of a part, in their order.
 
-    Samples whose factor times units is NaN are left out: their codes are whole numbers, and count zero times.
+    Samples whose factor times units is NaN are left out: their codes are whole numbers, and count zero times. So are
+    those where float32 cannot hold it: a gradient of a finite norm is zero there, and infinity times it would be NaN.
     """
     program, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (program // across) * tall + tl.arange(0, tall)
@@ -512,12 +513,13 @@ def weighted(
         sample = tl.full((), 0, tl.int64) + number
         # In doubles: a factor times one unit may lie where float32 has few digits, or none.
         factor = tl.load(factors + sample).to(tl.float64) * tl.load(x_unit + sample).to(tl.float64)
-        factor = (factor * tl.load(grad_unit + sample).to(tl.float64)).to(tl.float32)
+        factor = factor * tl.load(grad_unit + sample).to(tl.float64)
+        factor = tl.where(tl.abs(factor) <= 3.4028234663852886e38, factor, 0.0).to(tl.float32)
         total = _gradient(
             x, grad, table, sample, group, row, tap, term, inside, pixels, in_pixels, rows, terms, taps, own, thin,
             tall, wide, depth,
         )  # fmt: skip
-        sums += total.to(tl.float32) * tl.where(factor == factor, factor, 0.0)
+        sums += total.to(tl.float32) * factor
     features = rows * tl.num_programs(1)
     to = (part.to(tl.int64) * features + group * rows + row)[:, None] * (taps * terms) + (tap * terms + term)[None, :]
     tl.store(out + to, sums, mask=(row < rows)[:, None] & inside[None, :])

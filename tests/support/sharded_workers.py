@@ -114,6 +114,18 @@ def stray() -> None:
         made.optimizer.step()
 
 
+def stray_and_cleared() -> bool:
+    """A gradient that autograd has left, which `zero_grad` clears as the message says; whether a step was taken."""
+    engine = engine_of(wrap=sharded)
+    model, made = engine.session.model, engine.run
+    model.eval()
+    model(torch.ones(2, 1, 4, 4)).sum().backward()
+    model.train()
+    made.optimizer.zero_grad()
+    epoch(engine)
+    return made.world.step > 0
+
+
 def uncompiled() -> dict[str, Tensor]:
     """`make_private` of a sharded module that nobody has compiled; an optimizer with two states for each parameter."""
     torch.manual_seed(5)

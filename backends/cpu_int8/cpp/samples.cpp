@@ -192,10 +192,14 @@ struct Batch {
 };
 
 // What the codes of a sample's gradient stand for. In doubles: a factor times one unit may lie where float32 has few
-// digits, or none.
+// digits, or none. Where float32 cannot hold it, a gradient of a finite norm is zero: NaN leaves that sample out, since
+// infinity times zero would be in the sum of all.
 std::vector<float> scales(const Shape& s, const float* factors, const float* x_unit, const float* d_unit) {
   std::vector<float> all(s.batch);
-  for (int64_t b = 0; b < s.batch; b++) all[b] = float(double(factors[b]) * double(x_unit[b]) * double(d_unit[b]));
+  for (int64_t b = 0; b < s.batch; b++) {
+    const double scale = double(factors[b]) * double(x_unit[b]) * double(d_unit[b]);
+    all[b] = scale > double(std::numeric_limits<float>::max()) ? std::numeric_limits<float>::quiet_NaN() : float(scale);
+  }
   return all;
 }
 

@@ -254,6 +254,9 @@ class PrivateOptimizer(PreparedForAccelerate, DPOptimizer):  # type: ignore[misc
         if not (step.begun or step.incomplete):
             self.session.drop_sums()
         self.original_optimizer.zero_grad(set_to_none)
+        if self.session.shards is not None:  # autograd leaves gradients in whole parameters, which only we can clear
+            for whole in self.session.parameters.values():
+                whole.grad = None
         # Gradients that are gone need no watching; their memory is free for the next ones.
         held = self.session.stored
         self._left = {name: left for name, left in self._left.items() if held[name].grad is left[0]}

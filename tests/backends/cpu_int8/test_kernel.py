@@ -259,6 +259,18 @@ def test_extreme_scales_are_clipped_or_left_out(places: int, size: float, steep:
     assert moved <= bound * (1 + 1e-5), moved
 
 
+@pytest.mark.parametrize("places", [2, 8])
+@pytest.mark.parametrize("size", [1e18, 2e20, 2e21, 1e22])
+def test_terms_that_cancel_stay_nothing_when_automatic_clipping_magnifies_them(places: int, size: float) -> None:
+    """A gradient of nothing has the largest factor, and float32 may not hold its product with the units."""
+    model, _, _ = made_private(
+        nn.Linear(20, 30, bias=False), 4, clipping="automatic", policy="all", backend="cpu_int8", inner="eager"
+    )
+    x, tangent = torch.full((1, places, 20), size), torch.full((1, places, 30), size)
+    tangent[:, 1::2] *= -1
+    assert norm_of(model, x, tangent) == 0.0
+
+
 def test_an_empty_map_has_a_unit() -> None:
     streams = Streams(site_keys(0, 0, ("a",)), torch.arange(2))
     operand: Operand = cpu_int8.CPU_INT8.arithmetic.operand(torch.zeros(2, 0, 4), "input", CALL, streams)

@@ -131,6 +131,16 @@ def test_samples_do_not_see_each_other(fmt: str) -> None:
     check_samples_do_not_see_each_other(fmt, "triton")
 
 
+def test_terms_that_cancel_count_nothing_where_float32_cannot_hold_factor_and_units() -> None:
+    case = linear_case("int8.nearest", (2, 8, 20), BatchAxis(0), 5, 0, "triton")
+    case.x[:], case.grad[:, ::2], case.grad[:, 1::2] = 1.0, 1.0, -1.0
+    case.x[1] *= 2e21
+    case.grad[1] *= 2e21
+    x, grad, _ = case.operands()
+    factors = torch.tensor([1.0, 100.0])
+    assert not case.kernel.weighted_grad(x, grad, factors, case.shapes, case.call, case.streams).any()
+
+
 @pytest.mark.parametrize("size", [2.0**-126, 2.0**-120, 1e-30, 1e38])
 @pytest.mark.parametrize("fmt", few(NAMES, *RECIPES))
 def test_tiny_and_huge_numbers_are_coded_alike(fmt: str, size: float) -> None:

@@ -81,6 +81,7 @@ def behaviour(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         **{f"fault: {fault}": (sharded_workers.faulty, fault) for fault in faults},
         "written": (sharded_workers.written_before_the_step,),
         "stray": (sharded_workers.stray,),
+        "cleared": (sharded_workers.stray_and_cleared,),
         "replaced": (sharded_workers.replaced,),
         **{f"refused: {kind}": (sharded_workers.refused, kind) for kind in sharded_workers.REFUSED},
     }
@@ -136,6 +137,7 @@ def test_steps_that_would_not_be_those_of_the_gradients_are_stopped(behaviour: d
     for result in behaviour["stray"]:
         assert isinstance(result, Raised) and result.kind == "PrivateTrainingError"
         assert "did not come through the private program" in result.text
+    assert all(succeeded(behaviour["cleared"]))
     for result in behaviour["replaced"]:
         assert isinstance(result, Raised) and "is not the shard that make_private took" in result.text
 
