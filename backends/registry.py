@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpquant_compile.errors import KernelError, RegistryError, listing
-from dpquant_compile.numerics.hadamard import rotate_features
+from dpquant_compile.numerics.hadamard import Rotation, rotate_features
 from dpquant_compile.numerics.recipe import Recipe
 from dpquant_compile.sites import BatchAxis, ConvGeometry
 
@@ -153,7 +153,7 @@ class Kernel:
     priority: int
     note: str
     dtypes: tuple[torch.dtype, ...] | None = None
-    rotate: Callable[[Tensor], Tensor] = rotate_features
+    rotate: Rotation = rotate_features
 
 
 @dataclass(frozen=True)

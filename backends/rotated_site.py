@@ -10,14 +10,13 @@ their sample as they are without it. Norms are at least those of the gradients t
 its rounding may add is added to the norms.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dpquant_compile.backends.registry import Arithmetic, Operand, Shapes, SiteCall, Streams, choose_kernel
-from dpquant_compile.numerics.hadamard import rotate_features, rotation_block
+from dpquant_compile.numerics.hadamard import Room, Rotation, rotate_features, rotation_block
 
 __all__ = ["RotatedSite", "arithmetic_of", "turned"]
 
@@ -30,7 +29,7 @@ class RotatedSite:
     """`inner` on rotated operands, see `Arithmetic`; calls of convs, and of recipes without rotation, as they are."""
 
     inner: Arithmetic
-    rotate: Callable[[Tensor], Tensor]
+    rotate: Rotation
 
     # Without clipping
 
@@ -46,10 +45,10 @@ class RotatedSite:
     # Operands
 
     def operand(self, x: Tensor, role: str, call: SiteCall, streams: Streams) -> Operand:
-        return self.inner.operand(self._turned(x, call) if role == "input" else x, role, call, streams)
+        return self.inner.operand(self._turned(x, call, "lent") if role == "input" else x, role, call, streams)
 
     def packed(self, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        return self.inner.packed(self._turned(weight, call), call, streams)
+        return self.inner.packed(self._turned(weight, call, "lent"), call, streams)
 
     def empty_operand(self, x: Tensor, call: SiteCall, batch: int) -> Operand:
         return self.inner.empty_operand(x, call, batch)
@@ -67,7 +66,7 @@ class RotatedSite:
     def product_grad_input(
         self, grad: Operand, packed: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
     ) -> Tensor:
-        return self._turned(self.inner.product_grad_input(grad, packed, shapes, call, streams), call)
+        return self._turned(self.inner.product_grad_input(grad, packed, shapes, call, streams), call, "same")
 
     def sample_norms(
         self, x: Operand, grad: Operand, shapes: Shapes, method: str, call: SiteCall, streams: Streams
@@ -76,28 +75,29 @@ class RotatedSite:
         return norms * _SLACK if _turns(shapes.x[-1], call) else norms
 
     def sample_grads(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall, streams: Streams) -> Tensor:
-        return self._turned(self.inner.sample_grads(x, grad, shapes, call, streams), call)
+        return self._turned(self.inner.sample_grads(x, grad, shapes, call, streams), call, "same")
 
     def weighted_grad(
         self, x: Operand, grad: Operand, factors: Tensor, shapes: Shapes, call: SiteCall, streams: Streams
     ) -> Tensor:
-        return self._turned(self.inner.weighted_grad(x, grad, factors, shapes, call, streams), call)
+        return self._turned(self.inner.weighted_grad(x, grad, factors, shapes, call, streams), call, "same")
 
     def sample_factors(self, x: Operand, grad: Operand, shapes: Shapes, call: SiteCall) -> tuple[Tensor, Tensor]:
         left, right = self.inner.sample_factors(x, grad, shapes, call)
         return left, self._turned(right, call)
 
-    def _turned(self, x: Tensor, call: SiteCall) -> Tensor:
-        return turned(x, call, self.rotate)
+    def _turned(self, x: Tensor, call: SiteCall, room: Room = "new") -> Tensor:
+        """Operands that a kernel rounds at once may be "lent"; its results, which nobody else has, be in the "same"."""
+        return turned(x, call, self.rotate, room)
 
 
-def turned(x: Tensor, call: SiteCall, rotate: Callable[[Tensor], Tensor] = rotate_features) -> Tensor:
+def turned(x: Tensor, call: SiteCall, rotate: Rotation = rotate_features, room: Room = "new") -> Tensor:
     """A tensor whose last dimension is the features of a call, rotated where the call's recipe says so."""
     if not _turns(x.shape[-1], call):
         return x
     # Of float16 and bfloat16 in float32: six sums would lose most of their digits.
     wide = torch.promote_types(x.dtype, torch.float32)
-    return rotate(x.detach().to(wide)).to(x.dtype)
+    return rotate(x.detach().to(wide), room).to(x.dtype)
 
 
 def _turns(features: int, call: SiteCall) -> bool:

@@ -36,7 +36,7 @@ from dpquant_compile.backends.reference.emulated import EmulatedSite
 from dpquant_compile.backends.reference.per_sample import as_weight
 from dpquant_compile.backends.registry import Kernel, Operand, Shapes, SiteCall, Streams, register_kernel
 from dpquant_compile.backends.scratch import scratch
-from dpquant_compile.numerics.hadamard import rotate_features, rotation_block
+from dpquant_compile.numerics.hadamard import Room, rotate_features, rotation_block
 from dpquant_compile.numerics.operand_spec import OperandSpec
 from dpquant_compile.numerics.quantize import from_samples, to_samples
 from dpquant_compile.numerics.random_bits import ROLES, fold_int
@@ -283,13 +283,15 @@ def _supports(call: SiteCall, device: torch.device) -> str | None:
     return build.unavailable()
 
 
-def rotate(x: Tensor) -> Tensor:
-    """`rotate_features` in one pass over memory."""
+def rotate(x: Tensor, room: Room = "new") -> Tensor:
+    """`rotate_features` in one pass over memory; most of its time is fresh memory, where it needs that."""
     block = rotation_block(x.shape[-1])
     if x.dtype != torch.float32 or not block:
         return rotate_features(x)
-    x = x.contiguous()
-    out = torch.empty_like(x)
+    dense = x.contiguous()
+    own = room == "same" or dense is not x  # a block is read as a whole before it is written
+    out = dense if own else scratch("rotated", *x.shape) if room == "lent" else torch.empty_like(dense)
+    x = dense
     build.load()("rotate", x, x.numel() // block, block, out)
     return out
 

@@ -12,10 +12,13 @@ Guarantee: rows of one sample are mixed with each other and never with another s
 own place alone. All coefficients are constants.
 """
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-__all__ = ["rotate_features", "rotation_block", "transform_places"]
+__all__ = ["Room", "Rotation", "rotate_features", "rotation_block", "transform_places"]
 
 # One fixed random vector of signs, as in published FP4 training recipes.
 _SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
@@ -51,8 +54,15 @@ def rotation_block(features: int) -> int:
     return next((block for block in _BLOCKS if features and features % block == 0), 0)
 
 
-def rotate_features(x: Tensor) -> Tensor:
+# Where a result may lie: in memory of its own, in that of the tensor that is rotated, or lent until the next rotation.
+Room = Literal["new", "same", "lent"]
+Rotation = Callable[[Tensor, Room], Tensor]
+
+
+def rotate_features(x: Tensor, room: Room = "new") -> Tensor:
     """`x` [..., K] times the symmetric Hadamard matrix of each block of features; its own inverse but for rounding.
+
+    `room` is a leave to write elsewhere than into new memory, for those that can; here it makes no difference.
 
     Numerics: neighbours first, then numbers 2, 4, … apart: (a, b) → (a + b, a − b), each rounded; in the end all is
     multiplied by a power of two. Whatever computes it faster keeps this order, and so gives the same bits.

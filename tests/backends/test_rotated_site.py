@@ -153,6 +153,11 @@ def test_the_native_rotation_has_the_bits_of_the_reference(shape: tuple[int, ...
     assert torch.equal(cpu_int8.rotate(x), rotate_features(x))
     turned = x.transpose(0, -1).contiguous().transpose(0, -1)  # another layout
     assert torch.equal(cpu_int8.rotate(turned), rotate_features(x))
+    for value in (x, turned):
+        kept = value.clone()
+        for room in ("new", "lent"):
+            assert torch.equal(cpu_int8.rotate(value, room), rotate_features(x)) and torch.equal(value, kept)
+        assert torch.equal(cpu_int8.rotate(value.clone(), "same"), rotate_features(x))
 
 
 @pytest.mark.slow

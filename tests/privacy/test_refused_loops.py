@@ -127,6 +127,25 @@ def loose(n: int = 4) -> tuple[Any, Tensor, Tensor]:
     return run, x, y
 
 
+def test_a_loop_in_eval_is_refused_at_its_first_backward() -> None:
+    """With zero_grad() for each micro-batch nothing is left for the step to find: it would be noise alone, and paid."""
+    run = made(noise_multiplier=0.0, max_physical_batch_size=4, sampler=1)
+    run.model.eval()
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        with pytest.raises(PrivateTrainingError, match=r"model was in eval\(\).*Fix: model.train\(\) before the loop"):
+            run.criterion(run.model(x), y).backward()
+        break
+
+
+def test_a_backward_in_eval_outside_of_a_batch_is_the_users_own() -> None:
+    run = made(max_physical_batch_size=4)
+    x, y = dataset(4).tensors
+    run.model.eval()
+    run.criterion(run.model(x), y).backward()
+    assert all(p.grad is not None for p in run.model.parameters())
+
+
 def test_batches_by_hand_are_not_added_up() -> None:
     run, x, y = loose()
     run.criterion(run.model(x), y).backward()

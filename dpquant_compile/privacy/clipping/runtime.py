@@ -112,6 +112,8 @@ class Session:
         self.model = model
         self.shards = shards
         self.gradient = gradient
+        if gradient is not None:
+            gradient.in_batch = lambda: self.micro is not None
         self.bits: SecretBits  # from `attach`, without which nothing runs
         self.step = step
         self.internals: Internals = model.internals()

@@ -111,11 +111,14 @@ class PrivateCriterion(nn.Module):
         refuse_hooks(self, "criterion")  # those of the user's own criterion are part of what is compared
         args = read_fields(self.criterion, args)
         losses = self._checked(args, kwargs, "training" if _trains(args, kwargs) else None)
-        shown = self.gradient.shown if is_private(losses) else _divided
+        private = is_private(losses)
+        shown = self.gradient.shown if private else _divided
         if self.reduction == "none":
-            return shown(losses, None)
-        total = self._shares(losses, args, kwargs).sum()
-        return shown(total, 1 if self.reduction == "sum" else max(len(losses), 1))
+            result = shown(losses, None)
+        else:
+            total = self._shares(losses, args, kwargs).sum()
+            result = shown(total, 1 if self.reduction == "sum" else max(len(losses), 1))
+        return result if private else self.gradient.around(result)
 
     def per_sample(self, *args: Any, **kwargs: Any) -> Tensor:
         """Each sample's own loss, [B]: `forward` adds these up."""

@@ -5,6 +5,7 @@ A mean divides each sample's gradient by the size of the batch, and a multiplica
 sample would change how all others are rounded, and move their clipped gradients by many percent of the bound.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ class LossGradient:
         self._factors: list[Tensor] = []  # in the backward under way
         self._usual: Tensor | None = None  # in the first one
         self._reached = False
+        self.in_batch: Callable[[], bool] = bool  # whether the loader's loop is in a batch; a session knows
 
     def begin(self) -> None:
         """A new forward: what was seen before belongs to another backward."""
@@ -51,6 +53,23 @@ class LossGradient:
         """`losses / divisor`, with the gradient of `losses`. Without a divisor `losses` are not reduced yet."""
         result: Tensor = _Shown.apply(losses, divisor, self)  # type: ignore[no-untyped-call]
         return result
+
+    def around(self, losses: Tensor) -> Tensor:
+        """A loss of a model in eval(): as it is, but a backward of it within a batch of the loader is refused.
+
+        Its gradients are not clipped, and a step would leave them out: it would be paid for, and be noise alone.
+        """
+        if losses.requires_grad:
+            losses.register_hook(self._refuse_around)
+        return losses
+
+    def _refuse_around(self, grad: Tensor) -> None:
+        if self.in_batch():
+            raise PrivateTrainingError(
+                "backward of a loss that did not come through the private program, in a batch of the private loader: "
+                "the model was in eval() at its forward, so nothing was clipped, and optimizer.step() would be noise "
+                "alone. Fix: model.train() before the loop, and after an evaluation"
+            )
 
     def take(self, grad: Tensor, reduced: bool) -> None:
         """A gradient that has arrived from the loop."""
