@@ -41,6 +41,8 @@ def _run(args: argparse.Namespace, output: "Output") -> int:
         output.note("Two programs are compiled first: about a minute on two cores, and seconds the next time.")
     steps = demo.time_steps()
     output.part("", _table(step_table(steps)), about_steps(steps), "")
+    if demo.quick:
+        output.note("A quick run shows that all of it works; its figures mean nothing.")
 
     demo.write(low, full, opacus, steps)
     pages = {name: args.out / f"{name}.html" for name in ("report", "graph")}

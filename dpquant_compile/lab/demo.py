@@ -147,6 +147,8 @@ def about_steps(steps: StepTimes) -> str:
         f"{steps.workload}, on {steps.machine}, {threads}. Forward, backward, clipping, noise and update; median ± "
         "half the range of steps taken in turn; int8 and int4 in all layers."
     )
+    if steps.unsteady:
+        text += " The machine was busy with other work: these times vary too much to compare. Run it again."
     if steps.emulated is not None:
         text += f" Low precision is emulated here, and no faster: {steps.emulated}."
     return text
@@ -160,6 +162,7 @@ def opening(low: RunResult, full: RunResult, opacus: OpacusRun, steps: StepTimes
         *(
             (f"private step in {name}", f"{steps.ratio(name):.0f}×", "as fast as Opacus, on this machine")
             for name in ("int8", DEFAULT_RECIPE)
+            if not steps.unsteady
         ),
     )
     large = "".join(

@@ -63,6 +63,11 @@ class StepTimes:
     emulated: str | None
     rows: tuple[StepTime, ...]
 
+    @property
+    def unsteady(self) -> bool:
+        """Whether rounds differed so much that other work on the machine, and not the steps, made the times."""
+        return any(row.spread > row.milliseconds / 4 for row in self.rows)
+
     def of(self, name: str) -> StepTime:
         """The row of this name."""
         return next(row for row in self.rows if row.name == name)

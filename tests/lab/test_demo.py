@@ -1,5 +1,6 @@
 """The demo's tables and its page say what was measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_emulation_is_said() -> None:
     assert "emulated" not in about_steps(STEPS)
     slow = StepTimes(STEPS.workload, STEPS.machine, 1, "this CPU has none of it", STEPS.rows)
     assert "1 thread." in about_steps(slow) and "no faster: this CPU has none of it." in about_steps(slow)
+
+
+def test_times_of_a_busy_machine_are_no_claim(tmp_path: Path) -> None:
+    rows = tuple(replace(row, spread=row.milliseconds) for row in STEPS.rows)
+    busy = replace(STEPS, rows=rows)
+    assert "Run it again." in about_steps(busy) and "Run it again." not in about_steps(STEPS)
+    Demo(tmp_path).write(LOW, FULL, OPACUS, busy)
+    assert ">25×<" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_accuracies_are_those_of_the_runs() -> None:
