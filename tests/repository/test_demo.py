@@ -16,7 +16,7 @@ def test_demo_learns_and_writes_its_pages(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / "demo.py", "--quick", "--out", tmp_path / "out"],
         cwd=tmp_path,
-        # The demo must also run from a checkout that is not installed. Pytest's workers set a width, which breaks lines.
+        # The demo must also run from a checkout that is not installed. Workers of pytest set a width.
         env={**{k: v for k, v in os.environ.items() if k != "COLUMNS"}, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
