@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from dpquant_compile.backends.by_operands import ByOperands
 from dpquant_compile.backends.compiled import quantize_compiled
 from dpquant_compile.backends.cpu_int8 import build
 from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of, why_not
@@ -25,7 +26,6 @@ from dpquant_compile.backends.cpu_int8.sized_call import (
     Sizes,
     empty_samples,
     layout_of,
-    shapes_of,
     sized_call,
     spatial,
     weight_layout,
@@ -66,27 +66,12 @@ _GRAM_COST = 1.0
 _SHIFT_COST = 4.0
 
 
-class Int8Site:
+class Int8Site(ByOperands):
     """The products of a quantized site in int8; see `Arithmetic`. Tensors that are not float32 are emulated."""
 
     def __init__(self) -> None:
         self._emulated = EmulatedSite(quantize_compiled)
         self._dense = FULL_SITE
-
-    # Without clipping
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
-        operand, packed = self.operand(x, "input", call, streams), self.packed(weight, call, streams)
-        return self.product(operand, packed, bias, shapes_of(x, weight, call), call, streams)
-
-    def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        operand, packed = self.operand(grad, "grad_output", call, streams), self.packed(weight, call, streams)
-        return self.product_grad_input(operand, packed, shapes_of(x, weight, call), call, streams)
-
-    def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        shapes = shapes_of(x, weight, call)
-        operands = self.operand(x, "input", call, streams), self.operand(grad, "grad_output", call, streams)
-        return self.weighted_grad(*operands, torch.ones(shapes.batch, dtype=torch.float32), shapes, call, streams)
 
     # Operands
 

@@ -19,13 +19,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from dpquant_compile.backends.by_operands import ByOperands
 from dpquant_compile.backends.cpu_int8.codes import Codes, codes_of, why_not
 from dpquant_compile.backends.cpu_int8.conv_tables import backward_table, forward_table
 from dpquant_compile.backends.cpu_int8.sized_call import (
     Sizes,
     empty_samples,
     layout_of,
-    shapes_of,
     sizes_of,
     spatial,
     weight_layout,
@@ -89,28 +89,12 @@ def _plan(shapes: Shapes, call: SiteCall, device: torch.device) -> _Plan:
     return _Plan(sizes, x, weight, grad, *tables)
 
 
-class TritonSite:
+class TritonSite(ByOperands):
     """The products of a quantized site in int8; see `Arithmetic`. Tensors that are not float32 are emulated."""
 
     def __init__(self) -> None:
         self._emulated = REFERENCE_SITE
         self._dense = FULL_SITE
-
-    # Without clipping
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: SiteCall, streams: Streams) -> Tensor:
-        operand, packed = self.operand(x, "input", call, streams), self.packed(weight, call, streams)
-        return self.product(operand, packed, bias, shapes_of(x, weight, call), call, streams)
-
-    def grad_input(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        operand, packed = self.operand(grad, "grad_output", call, streams), self.packed(weight, call, streams)
-        return self.product_grad_input(operand, packed, shapes_of(x, weight, call), call, streams)
-
-    def grad_weight(self, grad: Tensor, x: Tensor, weight: Tensor, call: SiteCall, streams: Streams) -> Tensor:
-        shapes = shapes_of(x, weight, call)
-        operands = self.operand(x, "input", call, streams), self.operand(grad, "grad_output", call, streams)
-        ones = torch.ones(shapes.batch, dtype=torch.float32, device=x.device)
-        return self.weighted_grad(*operands, ones, shapes, call, streams)
 
     # Operands
 
